@@ -22,6 +22,10 @@ class TenantConfig:
     """Training clients that may be open at the same time; the next one is refused."""
     tokens_per_minute: int = 0
     """Tokens a minute, trained and sampled ones; requests beyond them wait. 0: any number."""
+    max_waiting: int = 16384
+    """Requests that may wait or be under way; the next one is refused for now (429), and the SDK sends it again."""
+    max_waiting_mib: int = 512
+    """Bodies of these together, in MiB: a hundred of the largest that the SDK sends."""
     share: float = 1.0
     """Share of ranks and engines while others wait, too, in relation to theirs."""
 
@@ -62,8 +66,8 @@ class ServeConfig:
     """Unnamed sampler weights of each session that are kept on disk, the newest ones; older ones are deleted once no
     request waits for them. A loop makes one at every step, and samples from the newest few."""
     keep_sessions: int = 1024
-    """Sessions of each tenant that are known, ended ones too. Of more, the oldest without training clients are
-    forgotten, with their results."""
+    """Sessions of each tenant that the server remembers, ended ones too, with their results. It forgets the oldest
+    beyond that, unless they have training clients or send heartbeats. 1024 are more than a tenant starts in weeks."""
     gap_s: float = 330.0
     """Time that later requests of a training client wait for one that has not come. They fail after it: the SDK sends
     a request again for 300 s."""
@@ -115,7 +119,8 @@ class ServeConfig:
             if tenant.share <= 0:
                 raise ConfigError(f"serve.tenants.{name}.share={tenant.share:g}: must be greater than 0.")
             at_least(f"serve.tenants.{name}.tokens_per_minute", tenant.tokens_per_minute, 0)
-            at_least(f"serve.tenants.{name}.max_adapters", tenant.max_adapters, 1)
+            for bound in ("max_adapters", "max_waiting", "max_waiting_mib"):
+                at_least(f"serve.tenants.{name}.{bound}", getattr(tenant, bound), 1)
 
 
 def hash_of(key: str) -> str:

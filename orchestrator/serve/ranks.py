@@ -160,7 +160,7 @@ class Ranks:
             await client.settled()  # its name may stand for another save when it is repeated
 
     def _pause(self, client: TrainingClient, error: JournalError) -> None:
-        """Let a client rest whose files cannot be written or read now. The others go on."""
+        """Pause a client whose files cannot be written or read now. No other client waits."""
         _LOG.warning("%s: %s", client.facts.model_id, error)
         self._forget(client)
         client.pause_s, client.trouble = min(LONGEST_PAUSE_S, 2 * client.pause_s or DISK_PAUSE_S), str(error)

@@ -49,9 +49,15 @@ class Samples:
         self.queue = SamplingQueue(backend, self.publications, self.schedule, config.max_sampling, self._note)
 
     def log_of(self, session: Session) -> RequestLog | None:
-        """The requests of a session, which go on; None: it has had none. Raises `JournalError`."""
+        """Requests of a session, opened where they are closed; None if it has had none. Raises `JournalError`."""
         log = self.logs.get(session.id)
         return log or (self._open(session) if not session.is_over and self._of(session.id).exists() else None)
+
+    def resume(self, session: Session) -> None:
+        """Go on with the requests of a session that have no result yet. Raises `JournalError`."""
+        log = self.log_of(session)
+        if log is not None and not log.pending():
+            del self.logs[session.id]
 
     async def take(self, sampler: Sampler, asked: Asked, request: SampleRequest | None) -> Entry:
         """Take a request for samples, with its number in its sampling session. `request`: None: it will be refused in

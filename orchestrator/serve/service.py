@@ -22,7 +22,7 @@ from penstock.orchestrator.serve.checkpoints import Address, Checkpoints, NoChec
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.ranks import Ranks
 from penstock.orchestrator.serve.request_log import Asked, Entry
-from penstock.orchestrator.serve.samples import Samples
+from penstock.orchestrator.serve.samples import Samples, number_of
 from penstock.orchestrator.serve.schedule import Schedule
 from penstock.orchestrator.serve.sessions import NotFound, Sampler, Session, Sessions
 from penstock.orchestrator.serve.tenants import Tenants
@@ -42,6 +42,10 @@ class Refused(PenstockError):
     """Something that is not done for this tenant."""
 
 
+class Busy(PenstockError):
+    """A request of a tenant that has as much waiting as it may."""
+
+
 class Service:
     """Lifecycle: `open` on what the directory has; endpoints call the rest; `close`."""
 
@@ -54,11 +58,13 @@ class Service:
         work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions)
         schedule = Schedule(tenants.shares, tenants.budgets)
         self.ranks = Ranks(backend, self.clients, schedule, config, work, self._note_training)
+        self._waiting: dict[str, list[tuple[str, Entry, int]]] = {name: [] for name in tenants.configs}
+        """Requests without a result: the training client's or session's id, and the size of the body."""
         self._damaged: set[str] = set()
         """Training clients whose files cannot be read."""
         self.is_ending = asyncio.Event()
         self.loops: list[asyncio.Task[None]] = []
-        """What runs while it serves, training first. One that ends by itself ends the server."""
+        """Background tasks, training first. The server ends when one of them ends by itself."""
 
     async def open(self) -> None:
         """Go on where the directory's last server ended."""
@@ -71,13 +77,13 @@ class Service:
                 self._damaged.add(model_id)
         for session in self.sessions.sessions.values():
             with contextlib.suppress(JournalDamaged):  # its requests hear of it
-                self.samples.log_of(session)
+                self.samples.resume(session)
         loops = {"training": self.ranks.run(), "sampling": self.samples.queue.run(), "tidying": self._watch()}
         self.loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
 
     @property
     def trouble(self) -> str:
-        """Why nothing is carried out; empty: it is."""
+        """Reason why the server carries out nothing; empty if it does."""
         ended = [loop.get_name() for loop in self.loops if loop.done()]
         if self.is_ending.is_set():
             return "the server is ending."
@@ -143,8 +149,13 @@ class Service:
         """Take a request of a training client. Raises `JournalError` while the server ends."""
         self._refuse_at_end()
         self._touch(client.facts.session_id)
+        facts, is_known = client.facts, asked.seq in client.log.entries
+        if not is_known and asked.seq != client.next_seq:  # the others wait for the next one
+            self._refuse_crowd(facts.tenant, len(asked.body))
         tokens = call.num_tokens if isinstance(call, ForwardCall) else 1
         entry = await client.accept(replace(asked, tokens=tokens), call)  # type: ignore[arg-type]
+        if not is_known:
+            self._waiting[facts.tenant].append((facts.model_id, entry, len(asked.body)))
         self.ranks.wake()
         return entry
 
@@ -152,7 +163,25 @@ class Service:
         """Take a request of a sampling session, as `Samples.take` does. Raises `JournalError` while the server ends."""
         self._refuse_at_end()
         self._touch(sampler.session_id)
-        return await self.samples.take(sampler, asked, request)
+        session = self.sessions.sessions[sampler.session_id]
+        log = self.samples.log_of(session)
+        is_known = log is not None and number_of(sampler, asked.seq) in log.entries
+        if not is_known:
+            self._refuse_crowd(session.tenant, len(asked.body))
+        entry = await self.samples.take(sampler, asked, request)
+        if not is_known:
+            self._waiting[session.tenant].append((session.id, entry, len(asked.body)))
+        return entry
+
+    def _refuse_crowd(self, tenant: str, num_bytes: int) -> None:
+        """Raise `Busy` for one more request of a tenant that has as much waiting as it may."""
+        there = self.clients.keys() | self.samples.logs.keys()
+        waiting = [one for one in self._waiting[tenant] if one[0] in there and not one[1].is_done.is_set()]
+        self._waiting[tenant], bounds = waiting, self.tenants.configs[tenant]
+        total = num_bytes + sum(size for _, _, size in waiting)
+        if waiting and (len(waiting) >= bounds.max_waiting or total > bounds.max_waiting_mib * 2**20):
+            raise Busy(f"{len(waiting)} requests of this key wait or are under way, and it has {bounds.max_waiting} of "
+                       f"{bounds.max_waiting_mib} MiB (max_waiting, max_waiting_mib). Send it again.")  # fmt: skip
 
     async def unload(self, client: TrainingClient) -> None:
         """End a training client, after the requests that have come. Raises `Refused` if they take too long."""

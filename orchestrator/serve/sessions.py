@@ -90,14 +90,14 @@ class Sessions:
     call returns."""
 
     def __init__(self, directory: Path, now: float, keep: int) -> None:
-        """`keep`: sessions of a tenant that are known, besides live ones. Raises `JournalError`, `ConfigError`."""
+        """`keep`: sessions of each tenant to remember, besides live ones. Raises `JournalError`, `ConfigError`."""
         self._journal, self._keep = Journal(directory / "sessions.journal", LARGE_BYTES), keep
         self.sessions: dict[str, Session] = {}
         self.facts: dict[str, ClientFacts] = {}
         """Training clients that there were, by id: the training runs."""
         self.open_clients: set[str] = set()
         self.uses: Counter[str] = Counter()
-        """Sampling sessions of each save."""
+        """Number of sampling sessions that use each save."""
         self._by_key: dict[tuple[str, str], str] = {}
         self._making = asyncio.Lock()
         for record in self._journal.records:
@@ -199,8 +199,8 @@ class Sessions:
             await self._note({"event": "finished", "id": session.id})
 
     def surplus(self, silent_since: float) -> list[Session]:
-        """Sessions beyond those of each tenant that are known: finished ones, then those without a training client that
-        have been silent longest."""
+        """Sessions beyond `keep` of each tenant that may be forgotten: finished ones, then those without a training
+        client, the longest silent first."""
         found, num = [], Counter(session.tenant for session in self.sessions.values())
         for session in sorted(self.sessions.values(), key=lambda one: (not one.is_over, one.last_seen, one.created)):
             is_idle = session.last_seen < silent_since and self.open_clients.isdisjoint(session.clients)

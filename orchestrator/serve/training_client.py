@@ -60,7 +60,7 @@ class TrainingClient:
         self.gap_since: float | None = None
         self.num_unsaved = 0
         self.pause_s, self.rests_until, self.trouble = 0.0, 0.0, ""
-        """Time for which it rests, as its files could not be written or read, and why."""
+        """Length and end of the pause after its files could not be written or read, and the reason."""
         self.next_seq = self.log.highest_answered + 1
         for entry in self.log.entries.values():
             if entry.seq < self.next_seq:  # also where its result is gone
