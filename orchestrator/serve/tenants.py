@@ -3,6 +3,7 @@
 A key is kept as its hash. Without tenants in the configuration there is one, whose key is the server's.
 """
 
+import asyncio
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from penstock.orchestrator.serve.schedule import Budget
 
 ONLY = "default"
 """Name of the tenant of a server whose configuration has none."""
+MOST_BODIES = 16
 OPERATOR = ""
 """Who sees all tenants and trains nothing."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -51,6 +53,8 @@ class Tenants:
         self.shares = {name: one.share for name, one in self.configs.items()}
         self.budgets = {name: Budget(one.tokens_per_minute) for name, one in self.configs.items()}
         self.usage = {name: Usage() for name in self.configs}
+        self.bodies = {name: asyncio.Semaphore(MOST_BODIES) for name in self.configs}
+        """Bodies with data that are read and decoded at the same time."""
 
     def who(self, key: str) -> str | None:
         """The tenant that has a key; `OPERATOR`; None: nobody."""

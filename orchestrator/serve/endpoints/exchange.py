@@ -2,6 +2,7 @@
 
     401 no key, or an unknown one     403 not for this key     404 not there, or another tenant's
     410 a session or result is over   413 too large            422 what was sent cannot be taken
+    429 too much of this key waits: the SDK sends the request again after Retry-After
     503 the disk is full, or the server ends: the SDK sends the request again for 5 minutes
 
 The SDK raises 401, 403, 404, 413 and 422 at once. A request with a number is taken all the same where it can be, and
@@ -11,6 +12,7 @@ fails in its turn: its number would be missing in the order otherwise.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from penstock.orchestrator.observability.ui.server.app import host_of
 from penstock.orchestrator.serve.checkpoints import NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import OtherContent, ResultGone
-from penstock.orchestrator.serve.service import Refused, Service
+from penstock.orchestrator.serve.service import Busy, Refused, Service
 from penstock.orchestrator.serve.sessions import NotFound, SessionOver
 from penstock.orchestrator.serve.tenants import LOOPBACK, OPERATOR
 from penstock.orchestrator.serve.training_client import TooLate
@@ -35,7 +37,7 @@ _LOG = logging.getLogger("penstock")
 BODY_S = 300.0
 _STATUS: dict[type[PenstockError], int] = {
     Refused: 403, NotFound: 404, NoCheckpoint: 404, SessionOver: 410, ResultGone: 410, JournalError: 503,
-    BadRequest: 422, OtherContent: 422, TooLate: 422, DataError: 422, ConfigError: 422, TooLarge: 413,
+    Busy: 429, BadRequest: 422, OtherContent: 422, TooLate: 422, DataError: 422, ConfigError: 422, TooLarge: 413,
     JournalDamaged: 422,
 }  # fmt: skip
 
@@ -86,9 +88,10 @@ def as_json(value: Mapping[str, Any] | list[Any], status: int = 200) -> Response
 
 
 def refused(text: str, status: int) -> Response:
-    """A response that the SDK raises with this text. Who may not be here keeps no connection."""
+    """A response that the SDK raises with this text, or retries after 429. Who may not be here keeps no connection."""
     body = {"error": text, "detail": text, "category": "user" if status < 500 else "server"}
-    return JSONResponse(body, status, {"connection": "close"} if status in (401, 403) else None)
+    headers = {401: {"connection": "close"}, 403: {"connection": "close"}, 429: {"retry-after": "1"}}
+    return JSONResponse(body, status, headers.get(status))
 
 
 def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, for_operator: bool = False) -> Handler:
@@ -107,12 +110,13 @@ def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, f
             return refused("this key is the operator's: clients have keys of their own (serve.tenants).", 403)
         exchange = Exchange(service, tenant, request)
         try:
-            if request.method in ("POST", "PUT"):
-                async with asyncio.timeout(BODY_S):
-                    packed = await _read(request, limit_bytes)
-                encoding = request.headers.get("content-encoding", "")
-                exchange.body = await asyncio.to_thread(unpacked, packed, encoding, limit_bytes)
-            return await endpoint(exchange)
+            async with service.tenants.bodies[tenant] if has_data else nullcontext():
+                if request.method in ("POST", "PUT"):
+                    async with asyncio.timeout(BODY_S):
+                        packed = await _read(request, limit_bytes)
+                    encoding = request.headers.get("content-encoding", "")
+                    exchange.body = await asyncio.to_thread(unpacked, packed, encoding, limit_bytes)
+                return await endpoint(exchange)
         except ClientDisconnect:
             return Response(status_code=400)
         except TimeoutError:

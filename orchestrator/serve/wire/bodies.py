@@ -15,6 +15,7 @@ PLAIN_BYTES = 2**20
 MOST_RATIO = 100
 """Factor by which a body beyond `PLAIN_BYTES` may grow when it is unpacked: data of real sequences shrink to a tenth at
 most."""
+METADATA_BYTES = 2**14
 MOST_SAMPLES = 1024
 Kind = TypeVar("Kind", bound=Struct)
 Number = Annotated[int, Meta(ge=0)]
@@ -90,6 +91,10 @@ class Body(Numbered):
     weights_access_token: None = None
     """Weights of others are not loaded here."""
     allow_metadata_only: bool | None = None
+
+    def __post_init__(self) -> None:
+        if len(msgspec.json.encode(self.user_metadata)) > METADATA_BYTES:
+            raise ValueError(f"user_metadata has more than {METADATA_BYTES:,} bytes")
 
 
 class Tensor(Struct, gc=False):

@@ -20,7 +20,7 @@ from penstock.orchestrator.serve.wire.bodies import Body, read
 from penstock.orchestrator.serve.wire.messages import zstandard
 from penstock.workers.gateway.http.errors import BadRequest
 from tests.orchestrator.serve.fake_backend import FakeBackend
-from tests.orchestrator.serve.test_server import Client, serve
+from tests.orchestrator.serve.test_server import Client, sample_body, serve
 
 LISTS = 2**20 // 3 * b"[],"
 
@@ -74,7 +74,7 @@ def test_what_is_no_json_is_refused(body):
         read(Body, body)
 
 
-def test_a_numbered_request_that_is_wrong_takes_its_number_and_fails_in_its_turn(tmp_path):
+def test_a_wrong_request_takes_its_number_and_fails_in_its_turn(tmp_path):
     async def act(_, http):
         client = Client(http)
         model = (await client.result(await client.adapter(await client.session())))["model_id"]
@@ -157,7 +157,7 @@ def test_pages_of_other_sites_are_refused(tmp_path, headers):
     serve(tmp_path, act)
 
 
-def test_the_servers_key_comes_from_a_file_or_the_environment_of_no_other_process(tmp_path, monkeypatch):
+def test_the_servers_key_comes_from_a_file_or_an_environment_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-environment")
     assert given_key(None) == "tml-environment"
     assert "TINKER_API_KEY" not in os.environ
@@ -199,3 +199,46 @@ def test_a_setting_that_names_no_key_is_refused_and_not_repeated(key):
     with pytest.raises(ConfigError) as error:
         TenantConfig(key=key)
     assert "password" not in str(error.value)
+
+
+@pytest.mark.parametrize("bound", [{"max_waiting": 2}, {"max_waiting_mib": 1}])
+def test_a_tenant_with_too_much_waiting_is_asked_to_come_again(tmp_path, bound):
+    tenants = {"alice": TenantConfig(key="tml-alice", **bound), "bob": TenantConfig(key="tml-bob")}
+    seen = {}
+
+    class Held(FakeBackend):
+        async def sample(self, sampler, call):
+            await seen["go"].wait()
+            return await super().sample(sampler, call)
+
+    async def act(_, http):
+        seen["go"] = asyncio.Event()
+        alice, bob = Client(http, "tml-alice"), Client(http, "tml-bob")
+        samplers = {}
+        for client in (alice, bob):
+            model = (await client.result(await client.adapter(await client.session())))["model_id"]
+            samplers[client] = await client.own_sampler(model, 1), model
+        sampler, model = samplers[alice]
+        bodies = [sample_body(sampler, seq, unknown="x" * 400_000) for seq in range(3)]
+        futures = [await alice.post("asample", body) for body in bodies[:2]]
+        assert await alice.post("asample", bodies[0]) == futures[0]
+        answer = await http.post("/api/v1/asample", json=bodies[2], headers=alice.headers)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        await bob.post("asample", sample_body(samplers[bob][0], 0, unknown="x" * 400_000))
+        later = {"model_id": model, "adam_params": {}, "unknown": "x" * 300_000}
+        assert "max_waiting" in (await alice.post("optim_step", later | {"seq_id": 3}, 429))["error"]
+        await alice.result(await alice.post("optim_step", later | {"seq_id": 2}))  # which all others wait for
+        seen["go"].set()
+        for future in futures:
+            assert "sequences" in await alice.result(future)
+        await alice.result(await alice.post("asample", bodies[2]))
+
+    serve(tmp_path, act, Held(), ServeConfig(port=0, poll_s=0.5, tenants=tenants))
+
+
+def test_metadata_of_a_session_is_bounded(tmp_path):
+    async def act(_, http):
+        answer = await Client(http).post("create_session", {"user_metadata": {"a": "x" * 2**14}}, 422)
+        assert "user_metadata has more than 16,384 bytes" in answer["error"]
+
+    serve(tmp_path, act)

@@ -104,6 +104,12 @@ def test_two_sdk_clients_at_once_see_what_each_sees_alone(tmp_path):
     assert {name: len(one["clients"]) for name, one in status["tenants"].items()} == {"alice": 2, "bob": 2}
 
 
+def test_the_sdk_sends_again_what_a_tenant_has_no_room_for(tmp_path):
+    tenants = {"alice": TenantConfig(key="tml-alice", max_waiting=1)}
+    config = ServeConfig(port=0, tenants=tenants)
+    check(asyncio.run(served(tmp_path, FakeBackend(), config, lambda _, url: loop(sys.executable, url, "tml-alice"))))
+
+
 def test_a_server_that_is_killed_and_started_again_changes_nothing_for_the_sdk(tmp_path):
     alone = asyncio.run(
         served(tmp_path / "alone", FakeBackend(), ServeConfig(port=0), lambda _, url: loop(sys.executable, url))
