@@ -124,7 +124,7 @@ class ScriptedEngine:
     def _length_of(self, prompt_ids: Sequence[int], index: int, sampling: Sampling) -> int:
         if self._length is None:
             return sampling.max_tokens
-        return min(sampling.max_tokens, max(0, self._length(prompt_ids, index)))
+        return min(sampling.max_tokens, max(0, self._length(prompt_ids, index if sampling.temperature else 0)))
 
     def _complete(
         self, prompt_ids: Sequence[int], index: int, num_tokens: int, sampling: Sampling, started: float

@@ -34,6 +34,7 @@ from penstock.workers.rollout.vllm_conversion import (
     completion_of,
     discards_weights,
     init_request,
+    outputs_of,
     sampled_so_far,
     sampling_params,
     shares_gpu,
@@ -100,7 +101,7 @@ class VllmEngine(VllmProcesses):
         parameters = partial(sampling_params, num_samples, sampling, detokenizer=self._detokenizer)
         output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
         finished = partial(completion_of, detokenized=bool(sampling.stop), routing=self._routing)
-        return [finished(sample, self._detokenizer) for sample in output.outputs]
+        return [finished(sample, self._detokenizer) for sample in outputs_of(output, num_samples)]
 
     async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
@@ -117,7 +118,7 @@ class VllmEngine(VllmProcesses):
                 scores = ask.scores_of(output)
             if output is None or call.num_samples > 1:
                 output = await answer(ask.samples)
-        return SampleOutput([*map(ask.sampled_of, output.outputs)], scores.logprobs, scores.top, scores.targets)
+        return SampleOutput(ask.sampled(output), scores.logprobs, scores.top, scores.targets)
 
     @asynccontextmanager
     async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:

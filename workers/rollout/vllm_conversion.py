@@ -174,7 +174,7 @@ def sampling_params(
     except (TypeError, ValueError, VLLMValidationError) as error:
         raise DataError(f"structure={sampling.structure!r:.200}: {error}") from None
     return SamplingParams(
-        n=num_samples,
+        n=1 if sampling.temperature == 0 else num_samples,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -191,6 +191,11 @@ def sampling_params(
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def outputs_of(output: Any, num_samples: int) -> list[Any]:
+    """The samples of a request. vLLM makes one greedy sample alone: it counts as often as it was asked for."""
+    return list(output.outputs) * (num_samples // len(output.outputs))
 
 
 def completion_of(

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.conf.errors import DataError
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.prompt_scores import PromptScores
-from penstock.workers.rollout.vllm_conversion import sampling_params
+from penstock.workers.rollout.vllm_conversion import outputs_of, sampling_params
 from penstock.workers.sample_calls import SampleCall, SampledTokens, TopTokens
 
 MOST_SCORES = 1 << 20
@@ -81,6 +81,9 @@ class SampleAsker:
         return PromptScores(
             chosen if call.prompt_logprobs else None, TopTokens(top_ids, top) if num_top else None, targets
         )  # fmt: skip
+
+    def sampled(self, output: Any) -> list[SampledTokens]:
+        return [self.sampled_of(sample) for sample in outputs_of(output, self.call.num_samples)]
 
     def sampled_of(self, sample: Any) -> SampledTokens:
         """One sample of a request, with the likeliest tokens at each of its positions."""

@@ -92,6 +92,18 @@ def test_greedy_takes_the_likeliest_token_and_reports_the_models_probability(ser
     assert_logprobs_match(served, completion, Sampling(temperature=0.0))
 
 
+def test_several_greedy_samples_are_equal_for_a_run_and_for_a_server(served) -> None:
+    first, *others = generate(served, 3, temperature=0.0, seed=None)
+    assert len(others) == 2
+    sampling = Sampling(max_tokens=24, seed=5, temperature=0.0)
+    asked = SampleCall(PROMPT, 3, sampling, prompt_logprobs=True)
+    samples = served.call(served.engine.sample(None, asked)).samples
+    assert len(samples) == 3
+    for one in (*others, *samples):
+        assert one.token_ids == first.token_ids
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(first.logprobs), rtol=0, atol=TOLERANCE)
+
+
 def test_seeds_make_samples_reproducible_and_distinct(served) -> None:
     first, again = generate(served, 6), generate(served, 6)
     assert [c.token_ids for c in first] == [c.token_ids for c in again]

@@ -1,6 +1,7 @@
 """The sampling distribution, by hand and by its properties."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.conf.rollout import HIGHEST_TEMPERATURE
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
+from penstock.workers.rollout.vllm_conversion import outputs_of, sampling_params
 from tests.amounts import amount
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
@@ -80,3 +82,12 @@ def test_each_sample_draws_from_a_seed_of_its_own() -> None:
     assert torch.equal(three[1], draw_uniforms(1, 5, seed=11)[0])
     assert len({tuple(row.tolist()) for row in three}) == 3
     assert not torch.equal(draw_uniforms(1, 5, None), draw_uniforms(1, 5, None))
+
+
+@pytest.mark.real
+def test_vllm_is_asked_for_one_greedy_sample_which_counts_as_often_as_it_is_due() -> None:
+    """With more vLLM itself refuses: n must be 1 when using greedy sampling."""
+    greedy = sampling_params(3, Sampling(temperature=0.0, seed=1))
+    assert (greedy.n, sampling_params(3, Sampling(temperature=0.5)).n) == (1, 3)
+    assert outputs_of(SimpleNamespace(outputs=["same"]), 3) == ["same"] * 3
+    assert outputs_of(SimpleNamespace(outputs=["a", "b", "c"]), 3) == ["a", "b", "c"]
