@@ -5,7 +5,8 @@
 
 Clients know them as tinker://RUN/weights/NAME. Each save has a file of its own, by the number N of its request, and
 `checkpoint.json` names the newest: it is written last, so an overwrite happens at once or not at all. Older saves stay
-as long as sampling sessions name them.
+as long as sampling sessions name them. A state is a file of safetensors, whose metadata has its spec and its number of
+steps; it is seen whole or not at all, after a power cut too.
 """
 
 import contextlib
@@ -19,11 +20,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save, save_file
+
 from penstock.conf.errors import DataError
-from penstock.orchestrator.serve.journal import refusals
-from penstock.orchestrator.serve.state_file import read_spec, read_state, write_state
+from penstock.orchestrator.serve.journal import JournalError, refusals
 from penstock.orchestrator.serve.wire.training import NAME
-from penstock.workers.local_files import write_whole
+from penstock.workers.local_files import replacing, write_whole
 from penstock.workers.training_calls import AdapterSpec, AdapterState
 from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME
 from penstock.workers.weights.publication.room import WHOLE_NAME
@@ -233,8 +237,6 @@ def _safe(run: str) -> str:
 def _files_of(state: AdapterState) -> dict[str, bytes]:
     """Weights as others read them: an adapter with its configuration, or a whole model's, to be put beside the base
     model's configuration and tokenizer."""
-    from safetensors.numpy import save
-
     weights = state.weights()
     if state.spec.is_whole:
         return {WHOLE_NAME: save(weights, {"format": "pt"})}
@@ -242,3 +244,48 @@ def _files_of(state: AdapterState) -> dict[str, bytes]:
     config = {"peft_type": "LORA", "r": state.spec.rank, "lora_alpha": state.spec.alpha, "bias": "none",
               "target_modules": layers}  # fmt: skip
     return {FILE_NAME: save(weights), CONFIG_NAME: json.dumps(config, indent=2).encode()}
+
+
+def write_state(file: Path, state: AdapterState) -> int:
+    """Write a state; returns its size in bytes. Raises `JournalError`."""
+    metadata = {"spec": json.dumps(asdict(state.spec)), "num_steps": str(state.num_steps)}
+    tensors = {name: np.ascontiguousarray(value, np.float32) for name, value in state.tensors.items()}
+    try:
+        with refusals(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file, synced=True) as part:
+                save_file(tensors, part, metadata)
+            return file.stat().st_size
+    except SafetensorError as error:
+        raise JournalError(f"{file}: {error}. Make room; it is tried again.") from error
+
+
+def read_state(file: Path, *, with_optimizer: bool = True) -> AdapterState:
+    """Read a state; without optimizer its weights alone. Raises `DataError`, `JournalError`."""
+    with _opened(file) as source:
+        spec, num_steps = _metadata(source)
+        names = [name for name in source.keys() if with_optimizer or name.startswith("weights/")]  # noqa: SIM118
+        tensors = {name: source.get_tensor(name) for name in names}
+    return AdapterState(spec, tensors, num_steps if with_optimizer else 0)
+
+
+def read_spec(file: Path) -> AdapterSpec:
+    """The spec alone. Raises `DataError`, `JournalError`."""
+    with _opened(file) as source:
+        return _metadata(source)[0]
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with refusals(file), file.open("rb"), safe_open(file, framework="numpy") as source:  # which names no cause
+            yield source
+    except (JournalError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        if isinstance(error, JournalError) and file.exists():
+            raise
+        raise DataError(f"{file.name} cannot be read: {error}.") from error
+
+
+def _metadata(source: Any) -> tuple[AdapterSpec, int]:
+    metadata = source.metadata()
+    return AdapterSpec(**json.loads(metadata["spec"])), int(metadata["num_steps"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.orchestrator.serve.backend import Backend
-from penstock.orchestrator.serve.state_file import read_state
+from penstock.orchestrator.serve.checkpoints import read_state
 from penstock.workers.training_calls import AdapterState
 
 

@@ -15,13 +15,12 @@ from penstock.conf.errors import DataError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.backend import Backend
-from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
+from penstock.orchestrator.serve.checkpoints import Address, Checkpoints, write_state
 from penstock.orchestrator.serve.publications import Publications
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
 from penstock.orchestrator.serve.sampling_queue import SamplingQueue, Ticket
 from penstock.orchestrator.serve.schedule import Schedule
 from penstock.orchestrator.serve.sessions import Sampler, Session, Sessions
-from penstock.orchestrator.serve.state_file import write_state
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import TrainingClient
 from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request

@@ -19,8 +19,8 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.loops.verbs import seed_of
+from penstock.orchestrator.serve.checkpoints import read_spec, read_state, write_state
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
-from penstock.orchestrator.serve.state_file import read_spec, read_state, write_state
 from penstock.orchestrator.serve.wire import training
 from penstock.orchestrator.serve.wire.bodies import Body, read
 from penstock.orchestrator.serve.wire.training import Call, CreateCall
