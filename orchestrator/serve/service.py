@@ -20,14 +20,13 @@ from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoints, NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
-from penstock.orchestrator.serve.ranks import Ranks
+from penstock.orchestrator.serve.ranks import Ranks, TrainingWork
 from penstock.orchestrator.serve.request_log import Asked, Entry
 from penstock.orchestrator.serve.samples import Samples, number_of
 from penstock.orchestrator.serve.schedule import Schedule
 from penstock.orchestrator.serve.sessions import NotFound, Sampler, Session, Sessions
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient
-from penstock.orchestrator.serve.training_work import TrainingWork
 from penstock.orchestrator.serve.wire.sampling import SampleRequest
 from penstock.orchestrator.serve.wire.training import ForwardCall
 from penstock.workers.concurrent_tasks import cancel_all
