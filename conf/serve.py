@@ -31,7 +31,7 @@ class TenantConfig:
 
     def __post_init__(self) -> None:
         if self.key and not self.key.startswith(HASH):
-            self.key = hash_of(_key_at(self.key))
+            self.key = hash_of(key_at(self.key))
 
 
 @dataclass
@@ -128,15 +128,15 @@ def hash_of(key: str) -> str:
     return HASH + hashlib.sha256(key.encode()).hexdigest()
 
 
-def _key_at(place: str) -> str:
+def key_at(place: str) -> str:
     """The key that a setting names, or is."""
     kind, _, name = place.partition(":")
     try:
         found = os.environ.get(name, "") if kind == "env" else place
         found = Path(name).expanduser().read_text().strip() if kind == "file" else found
     except (OSError, ValueError) as error:
-        raise ConfigError(f"serve.tenants: key={place}: cannot be read: {error}.") from None
+        raise ConfigError(f"key={place}: cannot be read: {error}.") from None
     if not found.startswith("tml-"):
         where = f"{place} has none" if kind in ("env", "file") else "this is none"
-        raise ConfigError(f"serve.tenants: a key begins with tml-, and {where}. Name env:VARIABLE or file:PATH.")
+        raise ConfigError(f"a key begins with tml-, and {where}. Name env:VARIABLE or file:PATH in serve.tenants.")
     return found

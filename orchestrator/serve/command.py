@@ -17,6 +17,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, is_refusal
 from penstock.conf.run import RunConfig, validate
+from penstock.conf.serve import key_at
 from penstock.conf.trainer import LoraConfig
 from penstock.orchestrator.cluster.cluster import raise_if_over
 from penstock.orchestrator.cluster.placement.actors import plan_actors
@@ -72,14 +73,7 @@ def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
 def given_key(file: str | None) -> str:
     """The key in a file, or in TINKER_API_KEY, which no process that this one starts sees; empty: none is given."""
     given = os.environ.pop("TINKER_API_KEY", "")
-    if file is None:
-        return given
-    if file.startswith("tml-"):
-        raise ConfigError("--key-file: is a key itself, which all on this machine see in ps. Write it into a file.")
-    try:
-        return Path(file).expanduser().read_text().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--key-file={file}: cannot be read: {error}.") from None
+    return given if file is None else key_at(f"file:{file}")
 
 
 def served(config: RunConfig) -> RunConfig:

@@ -47,18 +47,13 @@ class Server:
         operator where there are tenants. Raises `ConfigError`."""
         messages()
         self._config, self._backend, self._directory = config, backend, directory
-        self._given_key, self.key_file = key, directory / "key.sha256"
-        self.tenants: Tenants | None = None
+        self.key, self.key_file = key, directory / "key.sha256"
+        """The key of the only tenant, or of the operator; empty: an earlier start has printed it."""
         self.service: Service | None = None
         self._http: _Http | None = None
         self._heads = Heads()
         self._serving: asyncio.Task[None] | None = None
         self._lock = -1
-
-    @property
-    def key(self) -> str:
-        """The key of the only tenant, or of the operator; empty: an earlier start has printed it."""
-        return self.tenants.key if self.tenants is not None else self._given_key
 
     async def start(self) -> str:
         """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port or the directory is in
@@ -67,9 +62,10 @@ class Server:
         self._directory.chmod(0o700)
         self._lock = _locked(self._directory)
         known = self.key_file.read_text() if self.key_file.exists() else ""
-        self.tenants = Tenants(self._config, self._given_key, known)
+        tenants = Tenants(self._config, self.key, known)
+        is_made, self.key = tenants.key != self.key, tenants.key
         bound = _bound(self._config.host, self._config.port)
-        self.service = Service(self._config, self._backend, self._directory, self.tenants)
+        self.service = Service(self._config, self._backend, self._directory, tenants)
         await self.service.open()
         config = uvicorn.Config(
             Starlette(routes=routes(self.service)), log_level="warning", access_log=False, lifespan="off",
@@ -81,7 +77,7 @@ class Server:
         async with asyncio.timeout(START_S):
             while not self._http.started:
                 await asyncio.sleep(0.01)
-        if self.key and not self._given_key:
+        if is_made:
             write_whole(self.key_file, hash_of(self.key))
         host = self._config.host if self._config.host not in ("0.0.0.0", "::") else socket.gethostname()
         shown = f"[{host}]" if ":" in host else host

@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
-from penstock.orchestrator.observability.ui.server.app import LOOPBACK as PAGE_LOOPBACK
 from penstock.orchestrator.observability.ui.server.app import host_of
 from penstock.orchestrator.serve.checkpoints import NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
@@ -135,7 +134,7 @@ def _is_foreign(request: Request, interface: str) -> bool:
     """Return whether a page of another site has a browser send this: it names another origin, or, by DNS rebinding,
     another host than loopback."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    is_rebound = interface in LOOPBACK and host_of(request.headers) not in PAGE_LOOPBACK
+    is_rebound = interface in LOOPBACK and host_of(request.headers).strip("[]") not in LOOPBACK
     return is_rebound or (origin is not None and origin.partition("://")[2] != host)
 
 

@@ -10,6 +10,7 @@ from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.status import metrics, status
 
 API = "/api/v1"
+METHODS = ["GET", "POST", "PUT", "DELETE"]
 NUMBERED = (
     "forward", "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights",
     "save_weights_external",
@@ -46,27 +47,19 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("DELETE", "training_runs/{run}/checkpoints/{checkpoint:path}"): rest.delete_checkpoint,
     ("POST", "weights_info"): rest.weights_info,
 }
-REFUSED: dict[tuple[str, str], str] = {
-    ("POST", "auth/token"): "keys are used as they are here: no token is given for one.",
-    ("GET", "auth/apikey/me"): "keys are in the server's configuration (serve.tenants): set TINKER_API_KEY.",
-    ("DELETE", "auth/apikey/me"): "keys are in the server's configuration (serve.tenants): take it out there.",
-    ("POST", "create_custom_loss"): "custom losses run in the client here: use forward_backward_custom.",
-    ("POST", "copy_weights"): "weights are not copied between projects here: there are none.",
-    ("PUT", "sessions/{session}/project"): "there are no projects here.",
-    ("GET", "sessions/{session}/trace_export"): "traces are not exported here.",
-    ("POST", "sessions/search"): "sessions are not searched here: list them.",
-    ("GET", "audit"): "there is no audit log here.",
-    ("GET", "billing/usage/events"): "nothing is billed here: /metrics has what was used.",
-    ("GET", "billing/usage/checkpoints/current"): "nothing is billed here.",
-    ("POST", "billing/usage/events"): "nothing is billed here: /metrics has what was used.",
-    ("POST", "billing/usage/checkpoints/current"): "nothing is billed here.",
-    ("POST", "training_runs/{run}/checkpoints/{checkpoint:path}/publish"): (
-        "checkpoints are their tenant's alone here, and not published: send an archive."
-    ),
-    ("DELETE", "training_runs/{run}/checkpoints/{checkpoint:path}/publish"): "checkpoints are not published here.",
-    ("GET", "training_runs/{run}/checkpoints/{checkpoint:path}/external_weights_urls"): (
-        "weights are not exported to other stores here: use the archive of sampler weights."
-    ),
+_CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
+REFUSED = {
+    "auth/token": "keys are used as they are here: no token is given for one.",
+    "auth/apikey/me": "keys are in the server's configuration (serve.tenants): set TINKER_API_KEY.",
+    "create_custom_loss": "custom losses run in the client here: use forward_backward_custom.",
+    "copy_weights": "weights are not copied between projects here: there are none.",
+    "sessions/{session}/project": "there are no projects here.",
+    "sessions/{session}/trace_export": "traces are not exported here.",
+    "sessions/search": "sessions are not searched here: list them.",
+    "audit": "there is no audit log here.",
+    "billing/{path:path}": "nothing is billed here: /metrics has what was used.",
+    f"{_CHECKPOINT}/publish": "checkpoints are their tenant's alone here, and not published: send an archive.",
+    f"{_CHECKPOINT}/external_weights_urls": "weights are not exported here: use the archive of sampler weights.",
 }
 
 
@@ -76,20 +69,18 @@ def routes(service: Service) -> list[Route]:
     async def archive(request: Request) -> Response:
         return await rest.download(service, request)
 
-    refusing = [_route(service, method, path, _refusal(text)) for (method, path), text in REFUSED.items()]
-    done = [_route(service, method, path, endpoint) for (method, path), endpoint in ENDPOINTS.items()]
+    refusing = [_route(service, METHODS, path, _refusal(text)) for path, text in REFUSED.items()]
+    done = [_route(service, [method], path, endpoint) for (method, path), endpoint in ENDPOINTS.items()]
     own = [
         Route("/metrics", answering(service, _metrics, for_operator=True)),
         Route("/status", answering(service, _status, for_operator=True)),
         Route("/archives/{until}/{signature}/{run}/{folder}/{name}", archive),
     ]
-    unknown = answering(service, _unknown)
-    all_others = Route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE"])
-    return [*refusing, *done, *own, all_others]
+    return [*refusing, *done, *own, Route("/{path:path}", answering(service, _unknown), methods=METHODS)]
 
 
-def _route(service: Service, method: str, path: str, endpoint: Endpoint) -> Route:
-    return Route(f"{API}/{path}", answering(service, endpoint, has_data=path in WITH_DATA), methods=[method])
+def _route(service: Service, methods: list[str], path: str, endpoint: Endpoint) -> Route:
+    return Route(f"{API}/{path}", answering(service, endpoint, has_data=path in WITH_DATA), methods=methods)
 
 
 def _refusal(text: str) -> Endpoint:
