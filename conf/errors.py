@@ -142,7 +142,7 @@ class WorkerDied(PenstockError):
 
 
 class RayEnded(WorkerDied):
-    """The local Ray of this process has ended before its run, and all actors with it."""
+    """The Ray of this process has ended before its run, and all actors with it."""
 
 
 class WorkerFailed(WorkerDied):

@@ -52,6 +52,8 @@ JOB_S = 10.0
 """Deadline in seconds to read or write what Ray has of a job."""
 VERSIONS = "Version mismatch"
 """How Ray begins where its version or Python's is not the cluster's."""
+WRONG_CLUSTER = "WrongClusterID"
+"""What Ray says where the head has another identity than the one that was joined."""
 PRIVATE, OTHERS = 0o600, 0o077
 TOKEN_BYTES = 32
 """Size of a token, in bytes, as Ray makes them."""
@@ -123,7 +125,7 @@ def while_it_lives(call: Callable[[], None]) -> None:
     """Make a call that needs Ray, unless a local Ray has ended. Returns as soon as it ends, whatever the call waits
     for."""
     if not local_rays:
-        call()
+        _call_cluster(call)
         return
     if is_over():
         return
@@ -135,6 +137,19 @@ def while_it_lives(call: Callable[[], None]) -> None:
     if calling.done():
         _left_behind.remove(calling)
         calling.result()
+
+
+def _call_cluster(call: Callable[[], None]) -> None:
+    """Make a call. Raises `RayEnded` if the head of the cluster has started anew and has forgotten the run."""
+    try:
+        call()
+    except AuthenticationError as error:
+        if WRONG_CLUSTER not in str(error):
+            raise
+        raise RayEnded(
+            "The head of the Ray cluster has started anew and has forgotten this run, whose actors are lost. Start the "
+            "command again with resume=auto. A head that is started with RAY_REDIS_ADDRESS remembers."
+        ) from error
 
 
 def _resolve(calling: "Future[None]", call: Callable[[], None]) -> None:

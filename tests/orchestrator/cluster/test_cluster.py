@@ -12,10 +12,11 @@ from ray._private.ray_constants import KV_NAMESPACE_JOB
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.utils import check_version_info
 from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY, JobInfo, JobInfoStorageClient, JobStatus
+from ray.exceptions import AuthenticationError
 
-from penstock.conf.errors import ResourceError
+from penstock.conf.errors import RayEnded, ResourceError
 from penstock.orchestrator.cluster import cluster
-from penstock.orchestrator.cluster.cluster import join, keep_token_private
+from penstock.orchestrator.cluster.cluster import join, keep_token_private, while_it_lives
 from penstock.orchestrator.cluster.local_ray import short_paths
 
 
@@ -124,3 +125,18 @@ def test_a_job_of_ray_job_submit_has_the_texts_of_its_run(
     found = JobInfo.from_json(json.loads(values[key]))
     assert found.metadata == {"penstock.run": "sums", "penstock.algorithm": "grpo"} | (given or {})
     assert (found.status, found.entrypoint, found.start_time) == (JobStatus.RUNNING, "penstock run", 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "raised", "message"),
+    [
+        ("RPC error: WrongClusterID: Perhaps the client is accessing GCS", RayEnded, "started anew .* resume=auto"),
+        ("RPC error: InvalidAuthToken", AuthenticationError, "InvalidAuthToken"),
+    ],
+)
+def test_a_head_that_has_started_anew_is_named(said: str, raised: type[Exception], message: str) -> None:
+    def call() -> None:
+        raise AuthenticationError(said)
+
+    with pytest.raises(raised, match=message):
+        while_it_lives(call)
