@@ -25,7 +25,8 @@ export -f address_of_this_node wait_for_head
 RAY_ADDRESS=$(address_of_this_node):$((20000 + SLURM_JOB_ID % 10000))
 RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID # short, since Ray's sockets are below it
 RAY_AUTH_MODE=token
-export RAY_ADDRESS RAY_TMPDIR RAY_AUTH_MODE
+RAY_worker_killing_policy_by_group=1 # where memory runs low, Ray ends one process at a time, the newest first
+export RAY_ADDRESS RAY_TMPDIR RAY_AUTH_MODE RAY_worker_killing_policy_by_group
 (umask 077; ray get-auth-token --generate >/dev/null) # ~/.ray is shared, too
 
 # Slurm would bind the one task of a node to a part of its cores, such as a socket.
