@@ -70,5 +70,5 @@ def test_it_trains(name: str, tmp_path: Path, cluster: str) -> None:
     kinds = ("attempts_completed", "attempts_truncated")  # an untrained model speaks until it is cut
     attempts = sum(line.get(f"environment/{kind}", 0) for line in lines for kind in kinds)
     turns = sum(line["environment/turns"] for line in lines)
-    assert attempts >= 8  # those of a third step may have ended before the second is logged
+    assert 8 <= attempts <= 12  # the four of a third step may have ended before the second is logged
     assert turns >= (8 if name == "lookup.py" else 16)
