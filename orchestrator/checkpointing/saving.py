@@ -26,6 +26,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, as_told
 from penstock.orchestrator.cluster.failures import cause_of
 from penstock.orchestrator.cluster.ray_calls import answer, answers, is_recoverable
 from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.membership.store_recovery import GRACE_S
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.run_directory.json_lines import plain
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -38,8 +39,6 @@ RETRY_S = 1.0
 """Seconds between two tries to begin the last checkpoint."""
 BRING_S = 60.0
 """Longest wait until what the run has written is at its URL. A checkpoint counts all the same after that."""
-GRACE_S = 10.0
-"""Extra seconds for a rank and the store, which have the same deadline and say more when it is missed."""
 
 
 class CheckpointWriter:

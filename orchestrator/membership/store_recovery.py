@@ -39,7 +39,7 @@ AGAIN_S = 5.0
 MOST_DOUBLINGS = 5
 """Most doublings of the pause after snapshots that failed: a slow disk is not kept busy by them."""
 GRACE_S = 10.0
-"""Extra seconds for the store, which has the same deadline and ends its work then."""
+"""Extra seconds for the store, or a rank, which has the same deadline, ends its work then and says why."""
 T = TypeVar("T")
 
 
