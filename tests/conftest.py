@@ -82,6 +82,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"NO MACHINES: nothing between two machines was tested, which needs {missing}")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_remains() -> Iterator[None]:
+    """A file that leaves this process a rank would change what trainers of the next file do."""
+    yield
+    if distributed := sys.modules.get("torch.distributed"):
+        assert not distributed.is_initialized(), "a test of this file joined a process group and never left it"
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> list[str]:
     """`[*warm_python, PROGRAM, …]` is a process that has torch and transformers at once. The processes of `make test`

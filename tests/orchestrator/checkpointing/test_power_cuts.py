@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace as Some
 from unittest.mock import Mock
@@ -41,11 +42,19 @@ from tests.store.players import group
 SPEC = make_spec()
 
 
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """This process as the only rank."""
+    alone = Ranks.join(TrainerConfig())
+    yield alone
+    alone.leave()
+
+
 class Trainer:
     """A rank whose state is the number of its last step."""
 
-    def __init__(self) -> None:
-        self.ranks = Ranks.join(TrainerConfig())
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.values = torch.zeros(4)
         self.saver = Saver(self.ranks, timeout_s=60)
 
@@ -79,7 +88,7 @@ def writer_over(directory: RunDirectory, config: RunConfig, trainer: Trainer, st
     return CheckpointWriter(RunContext(config, flow, fleet, StoreClient(store), directory, Mock()))
 
 
-def resumed(place: Path, text: str, config: RunConfig) -> int:
+def resumed(place: Path, text: str, config: RunConfig, ranks: Ranks) -> int:
     """Go on from the newest checkpoint. Returns its step, after a look at all that it has; 0: there is none."""
     if not (place / "runs" / "a" / "config.yaml").is_file():
         return 0
@@ -89,7 +98,7 @@ def resumed(place: Path, text: str, config: RunConfig) -> int:
     assert not damaged
     if checkpoint is None:
         return 0
-    trainer = Trainer()
+    trainer = Trainer(ranks)
     check_files(checkpoint.trainer, checkpoint.files)
     load(trainer.pieces(), checkpoint.trainer, trainer.ranks)
     assert trainer.values.tolist() == [float(checkpoint.step)] * 4
@@ -99,9 +108,9 @@ def resumed(place: Path, text: str, config: RunConfig) -> int:
     return checkpoint.step
 
 
-def test_a_run_resumes_from_its_last_checkpoint_whenever_the_power_is_cut(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_last_checkpoint_whenever_the_power_is_cut(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "disk").mkdir()
-    config, trainer = load_config([*WORDS, f"output_dir={tmp_path}/disk/runs"]), Trainer()
+    config, trainer = load_config([*WORDS, f"output_dir={tmp_path}/disk/runs"]), Trainer(ranks)
 
     async def body(directory: RunDirectory) -> None:
         store = Store(SPEC)
@@ -125,7 +134,7 @@ def test_a_run_resumes_from_its_last_checkpoint_whenever_the_power_is_cut(tmp_pa
         directory.close()
     assert disk.num_moments > 100
     for promised, place in disk.after_power_cuts():
-        assert resumed(place, text, config) >= promised
+        assert resumed(place, text, config, ranks) >= promised
 
 
 def test_what_others_have_written_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path) -> None:
@@ -145,11 +154,11 @@ def test_what_others_have_written_is_on_the_disk_before_a_checkpoint_counts(tmp_
             check_files(checkpoint.trainer, checkpoint.files)
 
 
-def test_a_sessions_saved_state_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_sessions_saved_state_is_whole_or_not_there(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "disk").mkdir()
-    trainer, ranks = Trainer(), OneMachine(lambda role: members)
-    members = [("Trainer-0", FakeHandle(trainer))]
-    places = {"places": ranks.places, "collect": ranks.collect, "discard": ranks.discard}
+    members = [("Trainer-0", FakeHandle(Trainer(ranks)))]
+    files = OneMachine(lambda role: members)
+    places = {"places": files.places, "collect": files.collect, "discard": files.discard}
     fleet = Some(role=lambda role: members, owner=Some(epoch=0), **places)
     with recorded(tmp_path / "disk") as disk:
         asyncio.run(SavedStates(fleet, f"{tmp_path}/disk/runs/a/states", 60.0).save("first", {}))  # type: ignore[arg-type]
