@@ -46,7 +46,7 @@ def _print(directory: RunDirectory, console: Console) -> None:
             f"{directory.place}: has no cluster.json; it has not started its actors yet. Ask again in a moment."
         )
     described = _ask(directory)
-    console.print(f"[bold]{directory.path.name}[/]  {_last_step(directory)}")
+    console.print(f"[bold]{escape(directory.title)}[/]  {_last_step(directory)}")
     print_store(described, console)
 
 
@@ -116,7 +116,7 @@ def _last_step(directory: RunDirectory) -> str:
 
 def _print_end(directory: RunDirectory, ended: Mapping[str, Any], console: Console) -> None:
     why = "" if ended["kind"] == "end" else escape(f": {ended.get('error', '')} {ended.get('message', '')}")
-    console.print(f"[bold]{directory.path.name}[/]  {ended['kind']} at {ended['time']}, {_last_step(directory)}{why}")
+    console.print(f"[bold]{escape(directory.title)}[/]  {ended['kind']} at {ended['time']}, {_last_step(directory)}{why}")
     steps = directory.read_metrics()
     counts = {
         name: value for name, value in (steps[-1] if steps else {}).items() if name.startswith(("store/", "dropped/"))

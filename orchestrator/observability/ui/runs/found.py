@@ -21,8 +21,10 @@ from penstock.orchestrator.observability.ui.runs.own_files import (
     read_config,
     read_events,
     read_json,
+    read_own,
     section,
 )
+from penstock.orchestrator.run_directory.run_directory import RUN_ID
 from penstock.orchestrator.run_directory.run_lock import FILE as LOCK
 from penstock.orchestrator.run_directory.run_lock import last_start_or_end
 
@@ -34,6 +36,7 @@ MAX_RUNS = 2000
 MAX_CHARACTERS = 2000
 """Most characters of a text of a run's files, in its line."""
 LOCK_BYTES = 1 << 12
+MOST_ID_BYTES = 1 << 8
 MOST_PID = 1 << 31
 FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", "interrupted", "lost"
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
@@ -55,6 +58,8 @@ class RunLine:
     state: str
     """The state: running, finished, failed, interrupted; lost: its process is gone and left no event; unfinished: of a
     copy, where nothing tells whether a process works in it; unreadable: its files may not be read, `error` says why."""
+    run_id: str | None = None
+    """The id beside the name, in metrics and messages."""
     recipe: str | None = None
     algorithm: str | None = None
     model: str | None = None
@@ -179,6 +184,7 @@ def line_of(path: Path, run: str = ".") -> RunLine:
         id=run,
         name=_text(config.get("name")) or path.name,
         state=state,
+        run_id=_id_of(path),
         recipe=_last_part(config.get("recipe")),
         algorithm=_text(section(config, "algorithm").get("name")),
         model=_last_part(section(config, "model").get("path")),
@@ -195,6 +201,14 @@ def line_of(path: Path, run: str = ".") -> RunLine:
         error=error,
         is_server=is_own(path, SERVING),
     )
+
+
+def _id_of(path: Path) -> str | None:
+    """The id of a run; None: it has none yet. Raises `OSError`."""
+    try:
+        return read_own(path, RUN_ID, MOST_ID_BYTES).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
 
 
 def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]:

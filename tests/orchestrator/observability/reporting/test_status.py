@@ -68,6 +68,14 @@ def test_a_run_that_has_ended_is_described_by_what_it_logged_last(tmp_path: Path
     assert "reward/mean" not in text
 
 
+def test_a_run_is_shown_by_its_name_and_its_id_and_none_is_made_to_show_it(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    run.event("end")
+    assert shown(run).startswith("run  end at")
+    title = f"run ({run.run_id})"
+    assert shown(run).startswith(f"{title}  end at")
+
+
 def test_a_run_that_has_not_started_its_actors_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no cluster\.json"):
         shown(made(tmp_path))

@@ -40,7 +40,7 @@ export class RunPage {
     const line = this.app.lines.get(this.id) ?? this.run.line;
     const card = ({ label, value, detail, good }) => h(`div.card${{ true: ".good", false: ".bad" }[good] ?? ""}`, { title: detail }, h("b", {}, value), h("span", {}, label), detail ? h("small", {}, detail) : null);
     this.top.replaceChildren(
-      tabs(this.id, "run"), h("h1", {}, line.name), h("p.faint", {}, h(`span.state.${line.state}`, {}, line.state), ` ${[line.recipe, line.algorithm, time(line.started)].filter(Boolean).join(" · ")}`),
+      tabs(this.id, "run"), h("h1", {}, line.name), h("p.faint", {}, h(`span.state.${line.state}`, {}, line.state), ` ${[line.run_id && `id ${line.run_id}`, line.recipe, line.algorithm, time(line.started)].filter(Boolean).join(" · ")}`),
       line.error ? h("div.notice", {}, line.error) : "",
       ...adviceOf(this.run.events),
       h("div.cards", {},

@@ -31,7 +31,7 @@ const addressOf = (line) => `#/${line.is_server ? "tenants" : "run"}/${encodeURI
 export function matching(lines, words) {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
   return lines.filter((line) => {
-    const text = [line.name, line.id, line.state, line.recipe, line.algorithm, line.model, line.error].join(" ").toLowerCase();
+    const text = [line.name, line.id, line.run_id, line.state, line.recipe, line.algorithm, line.model, line.error].join(" ").toLowerCase();
     return wanted.every((word) => text.includes(word));
   });
 }
@@ -56,7 +56,7 @@ export class RunsPage {
     this.words = "";
     this.picked = new Set();
     this.at = 0;
-    this.search = h("input", { type: "search", placeholder: "filter: words of a name, recipe, state …", "aria-label": "filter", oninput: () => this.filter() });
+    this.search = h("input", { type: "search", placeholder: "filter: words of a name, id, recipe, state …", "aria-label": "filter", oninput: () => this.filter() });
     this.compare = h("button", { type: "button", disabled: true, onclick: () => this.overlay() }, "Compare");
     this.count = h("span.faint");
     this.body = h("tbody");
@@ -108,7 +108,7 @@ export class RunsPage {
   }
 
   cell(line, { key, say, sayOf }) {
-    if (key === "name") return h("a", { href: addressOf(line) }, line.id.includes("/") ? line.id : line.name);
+    if (key === "name") return h("a", { href: addressOf(line), title: line.run_id && `id ${line.run_id}` }, line.id.includes("/") ? line.id : line.name);
     if (key === "state") return h(`span.state.${line.state}`, { title: line.error }, line.state);
     if (key === "step") {
       if (line.step === null) return "–";

@@ -83,6 +83,7 @@ def make_done(path: Path) -> Path:
     """A finished run with samples of steps 10 and 20, a loss and a warning. The third group of step 20 has the lowest
     reward; the first of step 10 is a conversation with a tool."""
     make_run(path, "start", "end", metrics=metrics(NUM_STEPS), config="description: sums of two numbers\n")
+    (path / "run_id").write_text("0123abcd\n")
     events = [
         {"time": "2026-01-01T00:00:00.000Z", "kind": "start"},
         {"time": "2026-01-01T00:00:12.000Z", "kind": "fault", "member": "Rollout-1", "role": "rollout", "step": 12},

@@ -33,6 +33,7 @@ def opened(page: Page, address: str, run: str = "done") -> None:
 def test_a_run_says_how_it_stands_and_what_is_wrong_with_it(page: Page, address: str) -> None:
     opened(page, address)
     expect(page.locator("h1")).to_have_text("done")
+    expect(page.locator("h1 + p")).to_contain_text("id 0123abcd")
     cards = dict(
         zip(page.locator(".card span").all_inner_texts(), page.locator(".card b").all_inner_texts(), strict=True)
     )

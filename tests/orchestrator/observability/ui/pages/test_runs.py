@@ -43,6 +43,8 @@ def test_runs_are_filtered_by_words_of_whatever_is_told_of_them(page: Page, addr
     expect(page.locator("tbody tr")).to_have_count(3)
     page.locator("input[type=search]").fill("no room")  # what it failed with
     assert runs(page) == ["failed"]
+    page.locator("input[type=search]").fill("0123abcd")  # its id
+    assert runs(page) == ["done"]
     page.locator("input[type=search]").fill("nothing of the kind")
     expect(page.locator("tbody")).to_contain_text("No run matches.")
 

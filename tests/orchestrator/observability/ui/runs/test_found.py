@@ -24,6 +24,16 @@ def test_a_run_is_a_line(tmp_path: Path) -> None:
     assert (line.step, line.max_steps, line.accuracy, line.reward, line.seconds) == (2, 9, 0.25, 0.2, 2.0)
 
 
+def test_the_line_of_a_run_has_the_id_that_metrics_and_messages_carry(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "sums", "start", holder=HERE)
+    runs = Runs(tmp_path)
+    assert runs.lines()[0].run_id is None
+    (run / "run_id").write_text("0123abcd\n")
+    assert runs.lines()[0].run_id == "0123abcd"
+    (run / "run_id").write_bytes(b"\xff" * 100)  # no run's
+    assert runs.lines()[0].state == "running"
+
+
 def test_a_run_without_rewards_has_its_loss_in_the_line(tmp_path: Path) -> None:
     make_run(tmp_path / "sft", "start", "end", metrics=[{"step": 1, "actor/loss": 2.5}])
     make_run(tmp_path / "grpo", "start", "end", metrics=[{"step": 1, "actor/loss": 2.5, "reward/mean": 0.5}])
