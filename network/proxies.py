@@ -10,6 +10,16 @@ import psutil
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+def names_loopback(host: str) -> bool:
+    """Return whether the `Host` of a request, with its port or without, is this machine's loopback.
+
+    >>> names_loopback("[::1]:8000"), names_loopback("localhost"), names_loopback("example.org:80")
+    (True, True, False)
+    """
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name in LOOPBACK
+
+
 def own_names() -> list[str]:
     """Names and addresses of this machine."""
     entries = (entry for found in psutil.net_if_addrs().values() for entry in found)

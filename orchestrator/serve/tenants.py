@@ -17,7 +17,6 @@ ONLY = "default"
 MOST_BODIES = 16
 OPERATOR = ""
 """Who sees all tenants and trains nothing."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass

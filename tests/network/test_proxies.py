@@ -7,7 +7,7 @@ import httpx
 import pytest
 import requests
 
-from penstock.network.proxies import LOOPBACK, ask_directly, own_names, without_proxy
+from penstock.network.proxies import LOOPBACK, ask_directly, names_loopback, own_names, without_proxy
 from penstock.workers.serving import ServingActor
 
 PROXY = "http://proxy.example:3128"
@@ -53,3 +53,13 @@ def test_what_the_user_has_set_for_others_stays() -> None:
 def test_actors_ask_this_machine_directly_for_a_judge_may_be_on_it() -> None:
     ServingActor("Reward-0")
     assert by_proxy("localhost") == [False] * 3
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:8000", "[::1]", "[::1]:8000"])
+def test_a_host_is_loopback_with_its_port_or_without(host: str) -> None:
+    assert names_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["", "example.org", "localhost.example.org", "127.0.0.1.example.org:80", "[::2]:80"])
+def test_another_host_is_not_loopback(host: str) -> None:
+    assert not names_loopback(host)

@@ -20,13 +20,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
-from penstock.orchestrator.observability.ui.server.app import host_of
+from penstock.network.proxies import LOOPBACK, names_loopback
 from penstock.orchestrator.serve.checkpoints import NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import OtherContent, ResultGone
 from penstock.orchestrator.serve.service import Busy, Refused, Service
 from penstock.orchestrator.serve.sessions import NotFound, SessionOver
-from penstock.orchestrator.serve.tenants import LOOPBACK, OPERATOR
+from penstock.orchestrator.serve.tenants import OPERATOR
 from penstock.orchestrator.serve.training_client import TooLate
 from penstock.orchestrator.serve.wire.bodies import PLAIN_BYTES, Body, Numbered, TooLarge, check_size, read
 from penstock.orchestrator.serve.wire.messages import unpacked
@@ -134,7 +134,7 @@ def _is_foreign(request: Request, interface: str) -> bool:
     """Return whether a page of another site has a browser send this: it names another origin, or, by DNS rebinding,
     another host than loopback."""
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    is_rebound = interface in LOOPBACK and host_of(request.headers).strip("[]") not in LOOPBACK
+    is_rebound = interface in LOOPBACK and not names_loopback(host)
     return is_rebound or (origin is not None and origin.partition("://")[2] != host)
 
 

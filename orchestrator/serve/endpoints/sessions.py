@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from penstock.network.proxies import LOOPBACK
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json, refused
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.wire.messages import zstandard
@@ -90,6 +91,4 @@ def _texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
 def tokenizer_of(service: Service) -> str | None:
     """Where a client finds the tokenizer: in the model's directory, if it is on this machine; None: by the model's
     name."""
-    from penstock.orchestrator.serve.tenants import LOOPBACK
-
     return service.backend.facts.path if service.config.host in LOOPBACK else None

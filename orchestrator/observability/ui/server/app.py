@@ -24,7 +24,7 @@ from rich.console import Console
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.datastructures import MutableHeaders, QueryParams
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -37,6 +37,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from penstock.conf.errors import ConfigError
 from penstock.network.heads import BACKLOG, CONNECTIONS, Heads
 from penstock.network.machine import raise_limit
+from penstock.network.proxies import LOOPBACK, names_loopback
 from penstock.orchestrator.observability.ui.runs.remote import Copy
 from penstock.orchestrator.observability.ui.server.answers import QUESTIONS, Answers, Live, NoSuchRun
 from penstock.orchestrator.run_directory.json_lines import json_of
@@ -50,7 +51,6 @@ PING_S = 15
 END_S = 1.0
 """Seconds for a stream to end by itself with the server, which waits twice as long."""
 COOKIE = "penstock_key"
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 PORT = 8420
 NUM_PORTS = 20
 """Number of ports tried from PORT on, unless one is asked for."""
@@ -94,7 +94,7 @@ def _serve(
 ) -> None:
     """Serve a directory. `place`: its name for people."""
     shown = f"[{host}]" if ":" in host else host
-    if key is None and shown not in LOOPBACK:
+    if key is None and host not in LOOPBACK:
         key = secrets.token_urlsafe(16)
     bound = listen(host, port)
     address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?key={key}" if key else "")
@@ -192,7 +192,7 @@ class AccessCheck:
     def _refusal(self, request: Request) -> Response | None:
         """The response that refuses a request; None: it is allowed."""
         if self._key is None:
-            if host_of(request.headers) in LOOPBACK:
+            if names_loopback(request.headers.get("host", "")):
                 return None
             return PlainTextResponse("This page is for this machine alone: open it as http://localhost.", 403)
         if _is(request.query_params.get("key"), self._key):
@@ -204,12 +204,6 @@ class AccessCheck:
         if _is(request.cookies.get(COOKIE), self._key) or _is(bearer, self._key):
             return None
         return PlainTextResponse("A key is needed: open the address that `penstock ui` has printed.", 401)
-
-
-def host_of(headers: Headers) -> str:
-    """The host of a request, without the port."""
-    host = headers.get("host", "")
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
 
 
 def streaming(live: Live) -> Handler:
