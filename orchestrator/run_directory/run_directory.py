@@ -189,11 +189,6 @@ class RunDirectory:
         return made
 
     @property
-    def title(self) -> str:
-        """The run's name, and its id if it has one: a process that only looks at the run makes none."""
-        return f"{self.full_name} ({self.run_id})" if (self.path / RUN_ID).is_file() else self.full_name
-
-    @property
     def has_begun(self) -> bool:
         """True if results of the run are there that would be costly to make again, or if that cannot be seen."""
         if self.is_anothers or self.failed_writes.waiting["metrics"]:

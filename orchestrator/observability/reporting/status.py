@@ -15,7 +15,7 @@ from rich.table import Table
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.run_directory.fetching import at_place
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.run_directory.run_directory import RUN_ID, RunDirectory
 from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
@@ -46,7 +46,7 @@ def _print(directory: RunDirectory, console: Console) -> None:
             f"{directory.place}: has no cluster.json; it has not started its actors yet. Ask again in a moment."
         )
     described = _ask(directory)
-    console.print(f"[bold]{escape(directory.title)}[/]  {_last_step(directory)}")
+    console.print(f"{_title(directory)}  {_last_step(directory)}")
     print_store(described, console)
 
 
@@ -109,6 +109,12 @@ def _ask(directory: RunDirectory) -> dict[str, Any]:
         return asyncio.run(asyncio.wait_for(client.describe(), ANSWER_S))
 
 
+def _title(directory: RunDirectory) -> str:
+    """The name and the id of a run. None is made to be shown."""
+    has_id = (directory.path / RUN_ID).is_file()
+    return f"[bold]{escape(directory.full_name)}[/]{f' ({directory.run_id})' if has_id else ''}"
+
+
 def _last_step(directory: RunDirectory) -> str:
     steps = directory.read_metrics()
     return f"step {steps[-1]['step']}" if steps else "no step yet"
@@ -116,7 +122,7 @@ def _last_step(directory: RunDirectory) -> str:
 
 def _print_end(directory: RunDirectory, ended: Mapping[str, Any], console: Console) -> None:
     why = "" if ended["kind"] == "end" else escape(f": {ended.get('error', '')} {ended.get('message', '')}")
-    console.print(f"[bold]{escape(directory.title)}[/]  {ended['kind']} at {ended['time']}, {_last_step(directory)}{why}")
+    console.print(f"{_title(directory)}  {ended['kind']} at {ended['time']}, {_last_step(directory)}{why}")
     steps = directory.read_metrics()
     counts = {
         name: value for name, value in (steps[-1] if steps else {}).items() if name.startswith(("store/", "dropped/"))
