@@ -1,11 +1,12 @@
 """A file to which records are added, each of which is on the disk before its caller goes on.
 
-    [length 4][crc32 4][header length 4][header, JSON][body] …
+    [length 4][crc32 4][header length 4][header, JSON][body] … [end: a record whose header is empty]
 
 Records that are added at the same time are written and synced together (group commit), in a thread; all but the first
-of such a batch are marked, in the header length. A batch is written once the one before is on the disk. So only the
-last one can be torn, by a kill or a power cut, and that is dropped when the file is read. A damaged record with a whole
-batch behind it was acknowledged: the file is refused, and stays as it is.
+of such a batch are marked, in the header length. A batch is written once the one before is on the disk, in the place of
+the end, and gets an end of its own. So only a batch without an end can be torn, by a kill or a power cut, and that is
+dropped when the file is read. A damaged record with a whole batch or the end behind it was acknowledged: the file is
+refused, and stays as it is.
 """
 
 import asyncio
@@ -166,7 +167,7 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.ftruncate(self._file, self._num_bytes)
+                _end(self._file, self._num_bytes)
                 durable.sync_name(self.path)
             except OSError:
                 self._shut()
@@ -192,8 +193,9 @@ class Journal:
                 view, offset = view[written:], offset + written
             durable.sync_opened(file)
         except OSError:
-            os.ftruncate(file, self._num_bytes)
+            _end(file, self._num_bytes)
             raise
+        _end(file, offset)
         return framed
 
     def _rewritten(self, kept: Sequence[Record]) -> list[bytes]:
@@ -204,7 +206,7 @@ class Journal:
         try:
             with replacing(self.path, synced=True) as part:
                 part.touch(0o600)
-                part.write_bytes(b"".join(framed))
+                part.write_bytes(b"".join([*framed, _END]))
         except OSError:
             if os.path.samestat(os.fstat(before), self.path.stat()):
                 raise  # else the new one has the name, which is synced when it is opened
@@ -226,6 +228,17 @@ def _framed(record: Record, body: bytes, *, is_joined: bool = False) -> bytes:
     return struct.pack("<II", len(rest), zlib.crc32(rest)) + rest
 
 
+_END = _framed(Record({}, 0, 0), b"")
+
+
+def _end(file: int, num_bytes: int) -> None:
+    """End a file behind its last record. Not synced: a power cut may take the end, and then damage of the last batch
+    looks like a torn one."""
+    os.ftruncate(file, num_bytes)
+    with contextlib.suppress(OSError):
+        os.pwrite(file, _END, num_bytes)
+
+
 def _scanned(path: Path) -> tuple[list[Record], int]:
     """All whole records, and the bytes that they take. Raises `JournalDamaged`, `OSError`."""
     records: list[Record] = []
@@ -234,10 +247,10 @@ def _scanned(path: Path) -> tuple[list[Record], int]:
     except FileNotFoundError:
         return records, 0
     start = 0
-    while (found := _record_at(data, start)) is not None:
+    while (found := _record_at(data, start)) is not None and found[0].header:
         record, _, start = found
         records.append(record)
-    if start < len(data):
+    if data[start:] not in (b"", _END):
         if (later := _batch_after(data, start)) is not None:
             raise JournalDamaged(
                 f"{path}: the record at byte {start:,} is damaged, and whole ones follow at byte {later:,}. The file "

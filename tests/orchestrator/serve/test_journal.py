@@ -33,7 +33,7 @@ def test_a_file_cut_anywhere_has_the_whole_records_before_the_cut(tmp_path_facto
         journal, ends = Journal(path), []
         for number, body in enumerate(bodies):
             await journal.append({"seq": number}, body)
-            ends.append(path.stat().st_size)
+            ends.append(journal.records[-1].offset + len(body))
         await journal.close()
         return ends
 
@@ -51,7 +51,7 @@ async def written(path, batches):
     journal, numbers, ends = Journal(path), itertools.count(), []
     for batch in batches:
         await asyncio.gather(*(journal.append({"seq": next(numbers)}, body) for body in batch))
-        ends.append(path.stat().st_size)
+        ends.append(journal.records[-1].offset + journal.records[-1].num_bytes)
     await journal.close()
     return ends
 
@@ -61,27 +61,46 @@ BATCHES = st.lists(st.lists(st.binary(max_size=20), min_size=1, max_size=3), min
 
 @given(BATCHES, st.data())
 @settings(max_examples=amount(40), deadline=None)
-def test_damage_before_the_last_batch_is_refused_and_the_file_kept(tmp_path_factory, batches, data):
+def test_damage_anywhere_is_refused_and_the_file_kept(tmp_path_factory, batches, data):
     path = tmp_path_factory.mktemp("journal") / "a.journal"
-    last = [0, *asyncio.run(written(path, batches))][-2]
+    *_, end = asyncio.run(written(path, batches))
     before = path.read_bytes()
     at, bit = data.draw(st.integers(0, len(before) - 1)), data.draw(st.integers(0, 7))
     damaged = before[:at] + bytes([before[at] ^ 1 << bit]) + before[at + 1 :]
     path.write_bytes(damaged)
-    if at < last:
+    if at < end:
         with pytest.raises(JournalDamaged, match="whole ones follow at byte"):
             Journal(path)
         assert path.read_bytes() == damaged
-    else:  # as a power cut leaves the batch that was being written: no caller was told of it
-        kept = [body for batch in batches[:-1] for body in batch]
+    else:  # in the mark of the end
+        assert [body for _, body in read(path)] == [body for batch in batches for body in batch]
+
+
+@given(BATCHES, st.data())
+@settings(max_examples=amount(40), deadline=None)
+def test_a_batch_that_tears_over_the_end_costs_no_batch_before(tmp_path_factory, batches, data):
+    """As a power cut leaves it: any blocks of what was being written are as they were before."""
+    path = tmp_path_factory.mktemp("journal") / "a.journal"
+    ends = [0, *asyncio.run(written(path, batches))]
+    whole = path.read_bytes()[: ends[-1]]
+    asyncio.run(written(path := path.with_name("b.journal"), batches[:-1]))
+    before = path.read_bytes() if len(batches) > 1 else b""
+    torn = bytearray(before + bytes(len(whole) - len(before)))
+    for block in data.draw(st.sets(st.integers(ends[-2] // 8, len(whole) // 8), max_size=12)):
+        torn[8 * block : 8 * block + 8] = whole[8 * block : 8 * block + 8]
+    path.write_bytes(torn)
+    kept = [body for batch in batches[:-1] for body in batch]
+    try:
         assert [body for _, body in read(path)][: len(kept)] == kept
+    except JournalDamaged:  # a record within the batch is whole
+        assert bytes(torn) != before
 
 
 def test_a_batch_whose_first_record_alone_is_torn_was_never_told_and_is_dropped(tmp_path, caplog):
     path = tmp_path / "a.journal"
     start, end = asyncio.run(written(path, [[b"told"], [b"torn", b"whole"]]))
     data = path.read_bytes()
-    path.write_bytes(data[:start] + bytes(20) + data[start + 20 :])
+    path.write_bytes(data[:start] + bytes(20) + data[start + 20 : end])
     assert [body for _, body in read(path)] == [b"told"]
     assert f"the last {end - start} bytes are torn, and dropped" in caplog.text
 
