@@ -7,8 +7,6 @@ await server.serve_until(stop)        # an event; then drain
 
 import asyncio
 import contextlib
-import fcntl
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +16,12 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.conf.errors import ConfigError, PenstockError
+from penstock.conf.errors import PenstockError
 from penstock.conf.serve import ServeConfig, hash_of
 from penstock.network.heads import BACKLOG, CONNECTIONS, Heads
 from penstock.network.machine import raise_limit
+from penstock.orchestrator.observability.ui.server.app import listen
+from penstock.orchestrator.run_directory.run_lock import RunLock
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.endpoints.routes import routes
 from penstock.orchestrator.serve.service import Service
@@ -53,18 +53,18 @@ class Server:
         self._http: _Http | None = None
         self._heads = Heads()
         self._serving: asyncio.Task[None] | None = None
-        self._lock = -1
+        self._lock: RunLock | None = None
 
     async def start(self) -> str:
-        """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port or the directory is in
-        use."""
+        """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port is in use, `RunInUse` if
+        the directory is."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        self._lock = _locked(self._directory)
+        self._lock = RunLock.take(self._directory, str(self._directory))
         known = self.key_file.read_text() if self.key_file.exists() else ""
         tenants = Tenants(self._config, self.key, known)
         is_made, self.key = tenants.key != self.key, tenants.key
-        bound = _bound(self._config.host, self._config.port)
+        bound = listen(self._config.host, self._config.port)
         self.service = Service(self._config, self._backend, self._directory, tenants)
         await self.service.open()
         config = uvicorn.Config(
@@ -78,7 +78,7 @@ class Server:
             while not self._http.started:
                 await asyncio.sleep(0.01)
         if is_made:
-            write_whole(self.key_file, hash_of(self.key))
+            write_whole(self.key_file, hash_of(self.key), synced=True)
         host = self._config.host if self._config.host not in ("0.0.0.0", "::") else socket.gethostname()
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{bound.getsockname()[1]}"
@@ -107,9 +107,8 @@ class Server:
             self._http.should_exit = True
             await asyncio.wait([self._serving], timeout=2 * GRACE_S)
             self._heads.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
 
     def status(self) -> dict[str, Any]:
         """Tenants, their training clients, queues, and what each waits for, as plain data."""
@@ -122,22 +121,3 @@ class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"serve.port={port} of {host}: {error.strerror}. Choose another, or 0 for any.") from error
-
-
-def _locked(directory: Path) -> int:
-    """Take the directory for this server alone; returns the file that holds it."""
-    file = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        raise ConfigError(f"{directory}: another server runs on this directory. End it, or choose another.") from error
-    return file

@@ -32,10 +32,10 @@ async def retrieve(exchange: Exchange) -> Response:
         state, reason = _why(exchange, entry, client)
         told = {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason}
         return as_json(told)
-    body, content_type = answer.encoded(exchange.header("accept"))
-    if asked.allow_metadata_only and len(body) > LARGE_BYTES and not answer.is_failure:
-        return as_json({"status": "complete_metadata", "response_payload_size": len(body), "request_id": request_id})
-    return Response(body, media_type=content_type)
+    size = len(answer.body)
+    if asked.allow_metadata_only and size > LARGE_BYTES and not answer.is_failure:
+        return as_json({"status": "complete_metadata", "response_payload_size": size, "request_id": request_id})
+    return Response(answer.body, media_type=answer.content_type)
 
 
 async def cancel(exchange: Exchange) -> Response:

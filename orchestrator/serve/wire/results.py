@@ -1,11 +1,11 @@
-"""Encodes results for the Tinker SDK. Results with arrays are protobuf, and are made into JSON only for who does not
-accept it; all others are JSON. Legend: P prompt tokens, T sampled ones, K per token.
+"""Encodes results for the Tinker SDK: in protobuf where they have arrays, all others in JSON.
+
+Legend: P prompt tokens, T sampled ones, K per token.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from penstock.orchestrator.serve.wire.messages import (
     JSON,
     PROTOBUF,
-    array_of_message,
     messages,
     sparse_message,
     tensor_message,
@@ -36,11 +35,9 @@ class Answer:
     """Type of the protobuf message that the body is; empty: it is JSON."""
     is_failure: bool = False
 
-    def encoded(self, accept: str) -> tuple[bytes, str]:
-        """The body and its content type, by what the client accepts."""
-        if self.message and PROTOBUF in accept:
-            return self.body, PROTOBUF
-        return (_JSON_OF[self.message](self.body) if self.message else self.body), JSON
+    @property
+    def content_type(self) -> str:
+        return PROTOBUF if self.message else JSON
 
 
 def plain(value: Mapping[str, Any]) -> Answer:
@@ -114,41 +111,3 @@ def _top(top: TopTokens, num_hidden: int) -> Any:
     token_ids[:num_hidden], logprobs[:num_hidden] = 0, _MASKED
     length, k = token_ids.shape
     return messages().TopkLogprobs(token_ids=token_ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)
-
-
-def _forward_json(body: bytes) -> bytes:
-    message = messages().ForwardBackwardOutput.FromString(body)
-    outputs = []
-    for record in message.loss_fn_outputs:
-        field = record.fields["logprobs"]
-        ends, trailing = np.frombuffer(field.offsets, "<i8") // 4, list(field.trailing_shape)
-        values = np.frombuffer(field.data, "<f4")
-        for first, last in pairwise(ends):
-            part = values[first:last].reshape([-1, *trailing])
-            outputs.append({"logprobs": _tensor_json(part)})
-    told = {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(message.metrics)}
-    return json.dumps(told).encode()
-
-
-def _sample_json(body: bytes) -> bytes:
-    message = messages().SampleResponse.FromString(body)
-    reasons = {0: "stop", 1: "length"}
-    sequences = [
-        {"stop_reason": reasons[sequence.stop_reason], "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
-         "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist()}
-        for sequence in message.sequences
-    ]  # fmt: skip
-    told: dict[str, Any] = {"type": "sample", "sequences": sequences}
-    if message.prompt_logprobs:
-        values = np.frombuffer(message.prompt_logprobs, "<f4").tolist()
-        told["prompt_logprobs"] = [None if value != value else value for value in values]
-    if message.HasField("target_prompt_logprobs"):
-        told["target_prompt_logprobs"] = _tensor_json(array_of_message(message.target_prompt_logprobs, "targets"))
-    return json.dumps(told).encode()
-
-
-def _tensor_json(value: np.ndarray) -> dict[str, Any]:
-    return {"data": value.ravel().tolist(), "dtype": "float32", "shape": list(value.shape)}
-
-
-_JSON_OF = {FORWARD: _forward_json, SAMPLE: _sample_json}

@@ -1,18 +1,21 @@
 """The server over HTTP, as plain requests: keys, limits, isolation, repeated creation, restarts, gaps, deletions."""
 
 import asyncio
+import errno
+import fcntl
 import itertools
 import json
+import os
 from dataclasses import replace
 
 import httpx
 import pytest
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.orchestrator.serve import samples, service
 from penstock.orchestrator.serve.server import Server
-from penstock.orchestrator.serve.wire.messages import messages
+from penstock.orchestrator.serve.wire.messages import PROTOBUF, messages
 from penstock.workers.training_calls import WHOLE
 from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.scripted_client import forward_body
@@ -27,7 +30,8 @@ class Client:
     async def post(self, path, body, status=200, **headers):
         answer = await self.http.post(f"/api/v1/{path}", json=body, headers={**self.headers, **headers})
         assert answer.status_code == status, answer.text
-        return answer.json() if answer.content else None
+        is_message = answer.headers.get("content-type") == PROTOBUF
+        return result_of(answer.content) if is_message else answer.json() if answer.content else None
 
     async def get(self, path, status=200):
         answer = await self.http.get(path, headers=self.headers)
@@ -52,6 +56,15 @@ class Client:
         future = await self.post("save_weights_for_sampler", {
             "model_id": model, "seq_id": seq, "sampling_session_seq_id": number})  # fmt: skip
         return (await self.result(future))["sampling_session_id"]
+
+
+def result_of(body):
+    """A result in protobuf, as plain data."""
+    pb = messages()
+    if b"ArrayRecord" in body:
+        return {"metrics": dict(pb.ForwardBackwardOutput.FromString(body).metrics)}
+    samples = pb.SampleResponse.FromString(body).sequences
+    return {"sequences": [{"tokens": list(one.tokens), "logprobs": list(one.logprobs)} for one in samples]}
 
 
 def sample_body(sampler, seq, **more):
@@ -197,7 +210,7 @@ def test_what_was_made_goes_on_in_the_next_server(tmp_path):
         again = await client.post(
             "asample", sample_body(seen["sampler"], 1, sampling_params={"max_tokens": 4, "seed": 5})
         )
-        assert len((await client.result(again))["sequences"][0]["tokens"]) == 4
+        assert len((await client.result(again))["sequences"][0]["tokens"]) == 4 * 4
         assert (await client.post("get_info", {"model_id": seen["model"]}))["lora_rank"] == 2
         future = await client.post("optim_step", {"model_id": seen["model"], "seq_id": 2, "adam_params": {}})
         assert (await client.result(future))["metrics"] == {"grad_norm": 0.0}
@@ -323,12 +336,13 @@ def test_protobuf_and_json_ask_for_the_same_and_are_told_the_same(tmp_path):
             dtype=pb.DTYPE_INT64, shape=[2, 1]))  # fmt: skip
         half = pb.Tensor(dense=b"\0\0\0\x3f" * 2, dtype=pb.DTYPE_FLOAT32, shape=[2, 1])
         datum.loss_fn_inputs["weights"].CopyFrom(half)
-        headers = {**client.headers, "content-type": "application/x-protobuf"}
+        headers = {**client.headers, "content-type": PROTOBUF}
         answer = await http.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
         future = answer.json()
         await client.result(future)
-        headers = {**client.headers, "accept": "application/x-protobuf"}
-        answer = await http.post("/api/v1/retrieve_future", json={"request_id": future["request_id"]}, headers=headers)
+        answer = await http.post(
+            "/api/v1/retrieve_future", json={"request_id": future["request_id"]}, headers=client.headers
+        )
         output = pb.ForwardBackwardOutput.FromString(answer.content)
         assert dict(output.metrics) == told["metrics"]
         field = output.loss_fn_outputs[0].fields["logprobs"]
@@ -404,9 +418,20 @@ def test_samples_are_cancelled_under_way_or_waiting_and_stay_so(tmp_path):
     serve(tmp_path, again, Held(), config)
 
 
+def test_a_server_runs_on_a_shared_disk_that_has_no_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    async def act(_, http):
+        await Client(http).session()
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    serve(tmp_path, act)
+
+
 def test_two_servers_do_not_share_a_directory_or_a_port(tmp_path):
     async def act(server, http):
-        with pytest.raises(ConfigError, match="another server runs on this directory"):
+        with pytest.raises(RunInUse, match="is in use by process"):
             await Server(ServeConfig(port=0), FakeBackend(), tmp_path).start()
         with pytest.raises(ConfigError, match="Choose another"):
             await Server(ServeConfig(port=http.base_url.port), FakeBackend(), tmp_path / "other").start()
