@@ -15,7 +15,7 @@ from penstock.orchestrator.configuration.compose import load_config
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md")),
 ]  # fmt: skip
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^(?:    |\s*)(?:[A-Z_]+=\S+ )*(penstock (?:[a-z]+)(?: .*)?)$", re.MULTILINE)
@@ -49,8 +49,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_readme_names_every_document() -> None:
-    told = (ROOT / "README.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in told] == []
+    named = (ROOT / "README.md").read_text()
+    pages = [name_of(page) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f"({page})" not in named] == []
 
 
 def commands_of(page: Path) -> list[str]:

@@ -32,7 +32,7 @@ def trained(warm_python, driver_environment, tmp_path):
     return run
 
 
-@pytest.mark.promise("An algorithm is a dataflow")
+@pytest.mark.promise("Your own algorithm")
 def test_the_graph_and_the_for_loop_train_the_same(trained):
     graph = ["-m", "penstock.orchestrator.cli", "run", "recipe=custom_algorithm"]
     declarative = trained(graph, "declarative")

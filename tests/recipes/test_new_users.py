@@ -1,4 +1,4 @@
-"""The first four things that a user makes, by README's own text: a reward, an environment, an algorithm, a loop. Each
+"""What a user makes first, by the text of README and docs/serve.md: a reward, an environment, an algorithm, a loop. Each
 file is written into an empty directory, and the command below it is given there."""
 
 import json
@@ -17,7 +17,8 @@ from tests.run_files import metrics_of
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```\n\n    (penstock run .*?|python .*?)\n", re.DOTALL)
-FOUND = {name: (code, command) for name, code, command in BLOCK.findall((ROOT / "README.md").read_text())}
+PAGES = "".join((ROOT / page).read_text() for page in ("README.md", "docs/serve.md"))
+FOUND = {name: (code, command) for name, code, command in BLOCK.findall(PAGES)}
 SMALL = [
     "warm_start.recipe=null", "model.path=model", "rollout.engine=hf", "rollout.num_threads=1", "trainer.num_threads=1",
     "rollout.max_model_len=64", "rollout.sampling.max_tokens=8", "trainer.max_steps=2", "trainer.groups_per_step=4",
@@ -26,28 +27,23 @@ SMALL = [
 """Words that make a run take seconds."""
 
 
-RUNS = {
-    "Two commands": ["recipe=arithmetic", "trainer.max_steps=2", "warm_start.overrides=[trainer.max_steps=3]"],
-    "Real text": ["recipe=gsm8k", "model=tiny", "trainer.max_steps=2", "data.path=train.jsonl"],
-}
+RUNS = [
+    ["recipe=arithmetic", "trainer.max_steps=2", "warm_start.overrides=[trainer.max_steps=3]"],
+    ["recipe=gsm8k", "model=tiny", "trainer.max_steps=2", "data.path=train.jsonl"],
+]
 """Runs that README names, with few steps."""
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param("Two commands", marks=pytest.mark.promise("Two commands")),
-        pytest.param("Real text", marks=pytest.mark.promise("Real text")),
-    ],
-)
+@pytest.mark.promise("Quick start")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run[0])
 def test_a_recipe_runs_as_readme_gives_it(
-    row: str, tmp_path: Path, warm_python: list[str], driver_environment: Mapping[str, str]
+    run: list[str], tmp_path: Path, warm_python: list[str], driver_environment: Mapping[str, str]
 ) -> None:
     said = [f"{number} pears and one\n#### {number + 1}" for number in range(64)]
     rows = [json.dumps({"question": text.partition("\n")[0], "answer": text}) for text in said]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    words = [*RUNS[row], "rollout.sampling.max_tokens=16", "evaluation.num_problems=16", "name=first"]
+    words = [*run, "rollout.sampling.max_tokens=16", "evaluation.num_problems=16", "name=first"]
     ended = subprocess.run(
         [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words],
         env=dict(driver_environment), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
@@ -66,7 +62,7 @@ def test_a_recipe_runs_as_readme_gives_it(
         pytest.param("my_reward.py", marks=pytest.mark.promise("Your own reward")),
         pytest.param("my_game.py", marks=pytest.mark.promise("Your own environment")),
         pytest.param("my_algorithm.py", marks=pytest.mark.promise("Your own algorithm")),
-        pytest.param("my_loop.py", marks=pytest.mark.promise("Your own loop")),
+        pytest.param("my_loop.py", marks=pytest.mark.promise("Loops of your own")),
     ],
 )
 def test_what_readme_says_can_be_done(
@@ -81,9 +77,10 @@ def test_what_readme_says_can_be_done(
     )
     program, *words = shlex.split(command)
     given = [word for word in words if not word.startswith(("model.path=", "trainer.max_steps="))]
+    small = [word for word in SMALL if name != "my_algorithm.py" or not word.startswith("algorithm.")]  # it has no keys
     started = ["-m", "penstock.orchestrator.cli"] if program == "penstock" else []
     ended = subprocess.run(
-        [*warm_python, *started, *given, *SMALL],
+        [*warm_python, *started, *given, *small],
         env=dict(driver_environment), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]

@@ -120,7 +120,7 @@ def solve(x):
 """
 
 
-@pytest.mark.promise("Environments, tools and agents")
+@pytest.mark.promise("Agents cannot be rewritten")
 def test_daemons_end_with_the_code_that_made_them_and_hold_nothing_up(fence, score):
     assert score(DAEMON) == 0.0
     assert fence.call(DAEMON, "solve", [[1]]) == [Value(1)]  # which it would not be, had the daemon been waited for

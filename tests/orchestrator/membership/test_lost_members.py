@@ -60,7 +60,7 @@ def assert_same_model(one: Path, other: Path) -> None:
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-@pytest.mark.promise("4 replaced", "What dies is replaced")
+@pytest.mark.promise("4 replaced", "Workers die")
 def test_what_is_replaced_changes_no_bit(disturbed: Callable[..., Path], undisturbed: Path) -> None:
     members = ["Rollout-0", "Reward-0", "Compute-group_advantage", "Prompts", "Trainer-policy-0", "Store"]
     quick = ("faults.heartbeat_s=0.5", "faults.heartbeat_timeout_s=10", "faults.pause_s=0.1")

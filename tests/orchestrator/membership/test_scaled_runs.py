@@ -62,7 +62,7 @@ class Scaling(threading.Thread):
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-@pytest.mark.promise("4 scaled", "Engines come and go")
+@pytest.mark.promise("4 scaled", "More machines arrive")
 def test_one_engine_then_three_then_one_changes_no_bit(small_run: list[str], cluster: str, tmp_path: Path) -> None:
     reward, slow_while = tmp_path / "slow.py", tmp_path / "slow"
     reward.write_text(REWARD)

@@ -44,7 +44,7 @@ def test_a_run_whose_ranks_share_rows_or_weights_is_the_run_of_one_rank(small_ru
     ("engine", "publish"),
     [
         ("hf", "merged"),
-        pytest.param("vllm", "adapter", marks=pytest.mark.promise("Larger models")),
+        pytest.param("vllm", "adapter", marks=pytest.mark.promise("What is supported")),
     ],
 )
 def test_engines_serve_what_an_adapter_makes_of_the_model(small_run, tmp_path, one, engine, publish):

@@ -16,6 +16,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 pytestmark = pytest.mark.real
 
 
+@pytest.mark.promise("Which split of GPUs fits?")
 def test_a_probe_is_a_run_whose_steps_are_measured(
     warm_python: list[str], ray_address: str, small_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def assert_same_model(one, other):
     assert not [name for name in one if not one[name].equal(other[name])]
 
 
-@pytest.mark.promise("4 resumed", "Killed runs go on")
+@pytest.mark.promise("4 resumed", "The run dies")
 def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_path):
     """A run goes on in its own directory, from another run's checkpoint, with two ranks, and as a model for others."""
     words = [*words, "checkpoint.every_steps=2"]

@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(
     assert different(weights_of(result.model), straight) == set()
 
 
-@pytest.mark.promise("Pictures")
+@pytest.mark.promise("What is supported")
 def test_vllm_sees_what_the_trainer_sees_while_the_tower_is_trained(tmp_path: Path, cluster: str, place: Path) -> None:
     words = ["rollout.engine=vllm", "rollout.num_workers=1", "rollout.kv_cache_gib=0.25", "rollout.max_model_len=128"]
     words += ["trainer.freeze=[]", "trainer.max_steps=3", "evaluation.every_steps=2", "evaluation.num_problems=8"]

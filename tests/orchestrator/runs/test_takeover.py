@@ -104,7 +104,7 @@ def broken_promises(run: Run, max_staleness: int = 0, num_steps: int = STEPS) ->
     return broken(run.directory, Promises(num_steps, 4, 4, max_staleness, {}, 0.0), [])
 
 
-@pytest.mark.promise("4 taken over", "When a run dies")
+@pytest.mark.promise("4 taken over", "The run dies")
 def test_commands_killed_at_random_moments_cost_no_step_and_change_no_bit(
     new_run: Callable[..., Run], whole: Run
 ) -> None:

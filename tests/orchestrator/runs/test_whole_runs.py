@@ -27,7 +27,7 @@ PATIENCE_S = 900.0
 """Deadline of what happens soon unless something is wrong. Tests say nothing of how soon."""
 
 
-@pytest.mark.promise("1", "Sync, one step off and asynchronous are one number")
+@pytest.mark.promise("1", "Samples get too old")
 @pytest.mark.real
 @pytest.mark.pngs
 def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path, cluster):
@@ -69,7 +69,7 @@ def check_told(directory, members):
     assert state["store"] is None or set(state["store"]["rows"]) >= {"rollout", "reward", "train"}
 
 
-@pytest.mark.promise("Larger models")
+@pytest.mark.promise("What is supported")
 def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=hf", "trainer.num_ranks=2", "algorithm.kl_coef=0.1", "trainer.max_steps=3"]
     result = run(load_config([*words, "trainer.num_threads=1", "name=kl", f"output_dir={tmp_path}"]), quiet=True)
@@ -105,7 +105,7 @@ def check_tokens(directory, lines, steps):
         assert all(len(row["loss_mask"]) == len(row["response_ids"]) for row in samples_of(directory, step))
 
 
-@pytest.mark.promise("Larger models")
+@pytest.mark.promise("What is supported")
 def test_two_deepspeed_ranks_train_against_a_reference_and_publish_the_model(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=hf", "trainer.engine=deepspeed", "trainer.deepspeed.zero_stage=3"]
     words += ["trainer.num_ranks=2", "trainer.num_threads=1", "algorithm.kl_coef=0.1", "trainer.max_steps=3"]
@@ -197,7 +197,7 @@ def test_ctrl_c_and_sigterm_leave_no_process_and_a_valid_run_directory(small_run
     assert not list(Path("/dev/shm").glob("penstock-stopped-*"))
 
 
-@pytest.mark.promise("On a cluster")
+@pytest.mark.promise("What is supported")
 def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_path, ray_directory, warm_python):
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "RAY_worker_niceness": "0"}

@@ -122,7 +122,7 @@ def test_the_loop_runs_in_a_session(small_run: list[str], tmp_path: Path, cluste
 @pytest.mark.parametrize(
     ("trained", "rate"),
     [
-        pytest.param("serve.max_rank=8", 1e-2, marks=pytest.mark.promise("Your own loop")),
+        pytest.param("serve.max_rank=8", 1e-2, marks=pytest.mark.promise("Loops of your own")),
         ("serve.full=true", 6e-3),
     ],
 )

@@ -149,7 +149,7 @@ def test_async_samples_of_a_batch_wait_at_the_same_time():
     assert results == [1.0] * 40
 
 
-@pytest.mark.promise("Errors instead of hangs")
+@pytest.mark.promise("Runs hang")
 def test_two_hanging_samples_leave_the_rest_scored(behaviours):
     results = scored_past_hangs(behaviours, "plain", ["hang", "b", "hang", "d"])
     assert [isinstance(r, RewardError) for r in results] == [True, False, True, False]

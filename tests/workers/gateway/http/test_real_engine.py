@@ -107,7 +107,7 @@ async def talk(
         await server.stop()
 
 
-@pytest.mark.promise("7", "Environments, tools and agents", "Trainer and engine agree, and you see it")
+@pytest.mark.promise("7", "Agents cannot be rewritten", "Engine and trainer disagree")
 def test_the_trainer_agrees_on_every_token_of_every_version(tmp_path: Path) -> None:
     build_fresh_model(tmp_path / "v0", MODEL, seed=5)
     tokenizer = load_tokenizer(str(tmp_path / "v0"))

@@ -29,7 +29,7 @@ def opened(page: Page, address: str, run: str = "done") -> None:
     expect(page.locator("#chart-reward canvas")).to_be_visible()
 
 
-@pytest.mark.promise("Two commands")
+@pytest.mark.promise("Quick start")
 def test_a_run_says_how_it_stands_and_what_is_wrong_with_it(page: Page, address: str) -> None:
     opened(page, address)
     expect(page.locator("h1")).to_have_text("done")
