@@ -1,5 +1,6 @@
-"""What a user makes first, by the text of README and docs/serve.md: a reward, an environment, an algorithm, a loop. Each
-file is written into an empty directory, and the command below it is given there."""
+"""What a user makes first, by the text of README and docs/serve.md: a reward, an environment, an algorithm, a loop.
+
+Each file is written into an empty directory, and the command below it is given there."""
 
 import json
 import re
