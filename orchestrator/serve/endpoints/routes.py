@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from penstock.orchestrator.serve.endpoints import futures, rest, sampling, sessions, training
+from penstock.orchestrator.serve.endpoints import futures, sampling, sessions, training
 from penstock.orchestrator.serve.endpoints.exchange import Endpoint, Exchange, answering, as_json, refused
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.status import metrics, status
@@ -38,14 +38,14 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("POST", "asample"): sampling.sample,
     ("POST", "retrieve_future"): futures.retrieve,
     ("POST", "cancel_future"): futures.cancel,
-    ("GET", "training_runs"): rest.list_runs,
-    ("GET", "training_runs/{run}"): rest.get_run,
-    ("GET", "training_runs/{run}/checkpoints"): rest.list_checkpoints,
-    ("GET", "checkpoints"): rest.list_checkpoints,
-    ("GET", "training_runs/{run}/checkpoints/{checkpoint:path}/archive"): rest.archive,
-    ("PUT", "training_runs/{run}/checkpoints/{checkpoint:path}/ttl"): rest.set_ttl,
-    ("DELETE", "training_runs/{run}/checkpoints/{checkpoint:path}"): rest.delete_checkpoint,
-    ("POST", "weights_info"): rest.weights_info,
+    ("GET", "training_runs"): sessions.list_runs,
+    ("GET", "training_runs/{run}"): sessions.get_run,
+    ("GET", "training_runs/{run}/checkpoints"): sessions.list_checkpoints,
+    ("GET", "checkpoints"): sessions.list_checkpoints,
+    ("GET", "training_runs/{run}/checkpoints/{checkpoint:path}/archive"): sessions.archive,
+    ("PUT", "training_runs/{run}/checkpoints/{checkpoint:path}/ttl"): sessions.set_ttl,
+    ("DELETE", "training_runs/{run}/checkpoints/{checkpoint:path}"): sessions.delete_checkpoint,
+    ("POST", "weights_info"): sessions.weights_info,
 }
 _CHECKPOINT = "training_runs/{run}/checkpoints/{checkpoint:path}"
 REFUSED = {
@@ -67,7 +67,7 @@ def routes(service: Service) -> list[Route]:
     """All routes; the more special ones first."""
 
     async def archive(request: Request) -> Response:
-        return await rest.download(service, request)
+        return await sessions.download(service, request)
 
     refusing = [_route(service, METHODS, path, _refusal(text)) for path, text in REFUSED.items()]
     done = [_route(service, [method], path, endpoint) for (method, path), endpoint in ENDPOINTS.items()]
