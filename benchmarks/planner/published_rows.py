@@ -18,6 +18,7 @@ import yaml
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.planning.costs.decoding import Engine
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.costs.measured import kernels_of
 from penstock.orchestrator.planning.costs.training import Rank
 from penstock.orchestrator.planning.durations import Sync
 from penstock.orchestrator.planning.hardware import KINDS
@@ -134,8 +135,10 @@ def step_s(one: Mapping[str, Any], mean: float, rates: Efficiencies, lockstep: b
     num_shares = num_ranks // train["tp"] // train["pp"]
     work = Workload(one["groups"], one["size"], lengths, num_shares, one["staleness"], one["colocated"], one["updates"])
     rank = Rank(replace(shape, num_layers=shape.num_layers // train["pp"]), kind, rates, config)
-    durations = Durations(Engine(shape, kind, rates, one["engine_tp"]), rank, one["scored"])
-    engines = [Engines(engine_gpus // one["engine_tp"], durations, SLOTS)]
+    parts = one["engine_tp"]
+    engine = Engine(shape, kind, rates, parts, kernels=kernels_of(shape, kind, parts, 2, 2))
+    durations = Durations(engine, rank, one["scored"])
+    engines = [Engines(engine_gpus // parts, durations, SLOTS)]
     if not lockstep or not one["staleness"]:
         return estimate(engines, durations, work).step_s
     alone = estimate(engines, durations, replace(work, max_staleness=0))

@@ -76,6 +76,10 @@ class Lengths:
         number = xxhash.xxh64_intdigest(f"{seed}/{group}/{sample}".encode())
         return self.quantiles[number % len(self.quantiles)]
 
+    def longest(self, count: int) -> int:
+        """The last of `sample(count)`."""
+        return self.quantiles[int((count - 0.5) * len(self.quantiles) / count)]
+
     def sample(self, count: int) -> list[int]:
         """So many lengths that stand for the distribution, ascending."""
         return [self.quantiles[int((index + 0.5) * len(self.quantiles) / count)] for index in range(count)]

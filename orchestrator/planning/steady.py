@@ -158,7 +158,7 @@ def _full_s(engines: Sequence[Engines], under_way: Sequence[float], work: Worklo
 
 def _longest_s(engines: Sequence[Engines], under_way: Sequence[float], work: Workload) -> float:
     """Seconds of a batch's longest sequence. `under_way`: sequences that each engine decodes at a time."""
-    longest = work.lengths.sample(min(work.num_rows, POINTS))[-1]
+    longest = work.lengths.longest(min(work.num_rows, POINTS))
     each = (_mean_s(one, number, work) for one, number in zip(engines, under_way, strict=True))
     return max(each) * longest / work.lengths.mean
 
@@ -196,7 +196,7 @@ def _drained_s(one: Engines, work: Workload, rows: float) -> float:
     lengths = work.lengths
     prefill = rows / work.group_size * one.durations.prefill_s(lengths.prompt)
     if rows <= one.slots:
-        longest = lengths.sample(min(work.num_rows, POINTS))[-1]  # some engine has the batch's
+        longest = lengths.longest(min(work.num_rows, POINTS))  # some engine has the batch's
         own = [*(min(length, longest) for length in lengths.sample(CLASSES)), longest]
         return prefill + _decoded_s(one.durations, own, max(0.0, rows - 1), lengths.prompt)
     step = one.durations.decode_s(one.slots, lengths.mean_context)

@@ -1,10 +1,21 @@
 """What others have published, as rows that the planner predicts: their factors are found, and orders are counted."""
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
 
 from benchmarks.planner import gains, published
+from benchmarks.planner.published_rows import FILE
 from benchmarks.planner.published_rows import rows as rows_of
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
+from penstock.orchestrator.planning.known_models import known_shape
+
+FACTS = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+WRITE_RATE = (1.2e9, 2.2e9)
+"""Bytes a second at which prime-rl writes the weights of a full update: its tokens a second count the time, its seconds
+of a step do not."""
 
 
 def test_each_row_is_predicted_in_seconds_of_its_size() -> None:
@@ -12,6 +23,41 @@ def test_each_row_is_predicted_in_seconds_of_its_size() -> None:
     rows = rows_of()
     assert {row.system for row in rows} == {"prime-rl", "torchtitan", "nemo-rl", "verl"}
     assert all(row.measured / 4 < row.predict(Efficiencies(), False) < row.measured * 4 for row in rows)
+
+
+@pytest.mark.parametrize("one", [one for one in FACTS["runs"] if "tokens_per_s" in one], ids=lambda one: one["name"])
+def test_a_run_trains_as_many_tokens_as_its_source_counts(one: dict[str, Any]) -> None:
+    gpus = one["gpus"][0] if one["colocated"] else sum(one["gpus"])
+    counted = one["tokens_per_s"] * gpus * one["step_s"]
+    assert one["groups"] * one["size"] * (one["prompt"] + one["mean"]) == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize("one", FACTS["trainers"], ids=lambda one: one["name"])
+def test_an_update_trains_as_many_tokens_as_its_source_counts(one: dict[str, Any]) -> None:
+    shape = known_shape(one["model"])
+    assert shape is not None
+    for length, seconds in one["seconds"].items():
+        counted_s = 2 * length * one["gpus"] / one["tokens_per_s"][length]
+        if one["system"] == "prime-rl" and not one["lora"]:
+            low, high = (2 * shape.num_parameters / rate for rate in reversed(WRITE_RATE))
+            assert low < counted_s - seconds < high
+        else:
+            assert counted_s == pytest.approx(seconds, rel=0.005)
+
+
+def test_each_row_left_out_in_turn_is_predicted_within_the_bars() -> None:
+    """The factors of the plan, fitted to all rows but one, predict that one."""
+    found = published.left_out_in_turn(rows_of())
+    errors, ordered = published.errors(found, "predicted_s"), published.ordered(found, "predicted_s")
+    assert sum(errors) / len(errors) <= published.MEAN_ERROR_ALONE
+    assert len(ordered) >= 15
+    assert sum(ordered) / len(ordered) >= published.LEAST_ORDERED_ALONE
+
+
+def test_factors_of_the_plan_are_those_that_are_fitted_to_all_rows() -> None:
+    found = published.fitted(rows_of(), Efficiencies())
+    for name in published.FITTED:
+        assert getattr(Efficiencies(), name) == pytest.approx(getattr(found, name), rel=0.03), name
 
 
 def test_factors_that_made_the_rows_are_found_again() -> None:
@@ -29,7 +75,7 @@ def test_pairs_of_one_workload_that_differ_are_in_order_or_not() -> None:
         for measured, predicted in ((10.0, 3.0), (10.5, 2.0), (20.0, 2.5))
     ]
     rounds.append({"system": "a", "workload": "another", "measured_s": 1.0, "predicted_s": 100.0})
-    assert published._ordered(rounds, "predicted_s") == [False, True]
+    assert published.ordered(rounds, "predicted_s") == [False, True]
 
 
 def test_a_gain_of_asynchrony_is_the_quotient_of_two_steps() -> None:

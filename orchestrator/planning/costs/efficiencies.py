@@ -16,9 +16,9 @@ class Efficiencies:
     """Share of a GPU's bandwidth at which decoding reads weights, keys and values."""
     prefill: float = 0.63
     """Share of a GPU's FLOPs at which prompts are read."""
-    training: float = 0.5
+    training: float = 0.49
     """Share of a GPU's FLOPs in forward and backward of long micro-batches."""
-    training_mixture: float = 0.2
+    training_mixture: float = 0.22
     """The same of a mixture's experts, whose products are many and small."""
     link: float = 0.75
     """Share of a link's rate in collectives."""
@@ -32,15 +32,15 @@ class Efficiencies:
     """Seconds of a decode step for each of its sequences: their records in Python."""
     layer_s: float = 1.2e-3
     """Seconds of one layer's forward and backward beside its products: kernels' launches, hooks of FSDP."""
-    layer_mixture_s: float = 12e-3
+    layer_mixture_s: float = 13.3e-3
     """The same of a layer with experts: tokens are sorted, exchanged, and put back."""
-    update_s: float = 1.1
+    update_s: float = 1.05
     """Seconds of an update beside all this: collating, metrics, the optimizer's launches."""
     host_optimizer: float = 25e9
     """Bytes a second at which an optimizer on the host reads and writes its states, a rank."""
-    decode_factor: float = 1.56
-    """Measured seconds of an engine over those of its kernels and its scheduler; a run says its own
-    (`calibration.py`)."""
+    decode_factor: float = 1.36
+    """Seconds of an engine in steps of RL over those of its kernels, by measured tables where there are any, and its
+    scheduler; serving alone says 1.0, and a run says its own (`calibration.py`)."""
     update_factor: float = 1.0
     """Measured seconds of ranks over these, where a run says so."""
     overlap: float = 0.7
