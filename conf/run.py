@@ -17,6 +17,7 @@ from penstock.conf.faults import CheckpointConfig, FaultsConfig
 from penstock.conf.model import ModelConfig
 from penstock.conf.reward import ENVIRONMENT_REWARD, RewardConfig, WeightedRewardConfig
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.secret import hide_secrets
 from penstock.conf.serve import ServeConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.tracking import TrackingConfig
@@ -93,6 +94,7 @@ class RunConfig:
         one_of("placement", self.placement, ("disaggregated", "colocated"))
         if not self.output_dir.strip():
             raise ConfigError("output_dir=: names no place. Set it to a directory, such as runs, or a URL.")
+        hide_secrets(self)
 
     @property
     def algorithm_of_run(self) -> AlgorithmConfig:

@@ -1,12 +1,11 @@
 """The server that other people's loops talk to (`penstock serve`)."""
 
 import hashlib
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.conf.checks import at_least, within
 from penstock.conf.errors import ConfigError
+from penstock.conf.secret import Secret, reveal
 
 HASH = "sha256:"
 
@@ -17,7 +16,7 @@ class TenantConfig:
 
     key: str = ""
     """API key of a client (its TINKER_API_KEY): env:NAME or file:PATH say where it stands, or it stands here. It begins
-    with tml-, as the SDK asks for. Only its hash is kept, also in config.yaml: sha256:…"""
+    with tml-, as the SDK asks for. Its hash, sha256:…, will do too. Only the hash is kept, and neither is shown."""
     max_adapters: int = 16
     """Training clients that may be open at the same time; the next one is refused."""
     tokens_per_minute: int = 0
@@ -30,8 +29,8 @@ class TenantConfig:
     """Share of ranks and engines while others wait, too, in relation to theirs."""
 
     def __post_init__(self) -> None:
-        if self.key and not self.key.startswith(HASH):
-            self.key = hash_of(key_at(self.key))
+        if self.key and not isinstance(self.key, Secret):
+            self.key = _hashed(Secret.read(self.key, "serve.tenants.NAME.key"))
 
 
 @dataclass
@@ -110,9 +109,9 @@ class ServeConfig:
         for name in ("poll_s", "session_timeout_s", "gap_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve.{name}={getattr(self, name):g}: must be greater than 0.")
-        keys = [tenant.key for tenant in self.tenants.values()]
+        keys = [reveal(tenant.key) for tenant in self.tenants.values()]
         for name, tenant in self.tenants.items():
-            if not tenant.key or keys.count(tenant.key) > 1:
+            if not tenant.key or keys.count(reveal(tenant.key)) > 1:
                 raise ConfigError(f"serve.tenants.{name}.key: is missing, or another tenant's, too. Give it its own.")
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ConfigError(f"serve.tenants.{name}: a name has letters, digits, dashes and underscores alone.")
@@ -128,15 +127,9 @@ def hash_of(key: str) -> str:
     return HASH + hashlib.sha256(key.encode()).hexdigest()
 
 
-def key_at(place: str) -> str:
-    """The key that a setting names, or is."""
-    kind, _, name = place.partition(":")
-    try:
-        found = os.environ.get(name, "") if kind == "env" else place
-        found = Path(name).expanduser().read_text().strip() if kind == "file" else found
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"key={place}: cannot be read: {error}.") from None
-    if not found.startswith("tml-"):
-        where = f"{place} has none" if kind in ("env", "file") else "this is none"
-        raise ConfigError(f"a key begins with tml-, and {where}. Name env:VARIABLE or file:PATH in serve.tenants.")
-    return found
+def _hashed(key: Secret) -> Secret:
+    """A tenant's key, as its hash. Raises `ConfigError`."""
+    value = str(reveal(key))
+    if not value.startswith((HASH, "tml-")):
+        raise ConfigError(f"serve.tenants.NAME.key={key}: a key begins with tml-. Name env:VARIABLE or file:PATH.")
+    return Secret(value if value.startswith(HASH) else hash_of(value), str(key))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.conf.checks import above, at_least, one_of
 from penstock.conf.errors import ConfigError
+from penstock.conf.secret import hide_url
 
 SINKS = ("tensorboard", "ray", "wandb", "mlflow", "trackio")
 """Names that `tracking.sinks` may have."""
@@ -37,7 +38,10 @@ class WandbConfig:
 class MlflowConfig:
     tracking_uri: str | None = None
     """Address of the server or database: http://HOST:5000, sqlite:///FILE, databricks, … `null`: MLFLOW_TRACKING_URI,
-    else mlflow.db in output_dir, beside the runs: it needs no server."""
+    else mlflow.db in output_dir, beside the runs: it needs no server. A password in it is never shown."""
+
+    def __post_init__(self) -> None:
+        self.tracking_uri = hide_url(self.tracking_uri) if self.tracking_uri else self.tracking_uri
 
 
 @dataclass

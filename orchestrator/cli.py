@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from penstock.conf.errors import ConfigError, PenstockError
+from penstock.conf.secret import Secret, hide_in, reveal
 from penstock.orchestrator.cli_parser import Functions, make_parser
 from penstock.orchestrator.signals import heed_end
 
 INTERRUPTED = 130
+CHECKS = "checking configuration, model, data and cluster"
 PLANNED = "plan=auto"
 """Word among a run's overrides: plan it for the GPUs that are there, and say how."""
 
@@ -67,6 +69,11 @@ def _load(overrides: Sequence[str]) -> Any:
     return load_config(overrides)
 
 
+def _begin(text: str) -> None:
+    """Print what a command does before its imports, which may take a minute on a busy machine."""
+    print(text, flush=True)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     if PLANNED in arguments.overrides:
         from rich.console import Console
@@ -75,6 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         arguments.overrides = with_plan([word for word in arguments.overrides if word != PLANNED], Console())
     config = _load(arguments.overrides)
+    _begin(CHECKS)
     if arguments.retries > 0:
         from penstock.orchestrator.control.retries import run_with_retries
 
@@ -93,6 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _validate(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
+    _begin(CHECKS)
     from rich.console import Console
 
     from penstock.orchestrator.configuration.validate import validate_run
@@ -102,14 +111,15 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = _load([*SERVED, *arguments.overrides] if arguments.overrides else [])
+    _begin("starting the server: its address follows once engines and ranks are there")
     from rich.console import Console
 
-    from penstock.orchestrator.serve.command import given_key, serve
+    from penstock.orchestrator.serve.command import serve
 
     given = {name: getattr(arguments, name) for name in ("host", "port") if getattr(arguments, name) is not None}
     console = Console()
     serve(
-        replace(config, serve=replace(config.serve, **given)), arguments.key or given_key(arguments.key_file),
+        replace(config, serve=replace(config.serve, **given)), key_of(arguments, "TINKER_API_KEY"),
         lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
     )  # fmt: skip
     return 0
@@ -135,6 +145,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    _begin("reading the runs of the sweep")
     from rich.console import Console
 
     from penstock.orchestrator.configuration.sweep import Sweep, jobs_for
@@ -152,8 +163,18 @@ def _ui(arguments: argparse.Namespace) -> int:
 
     from penstock.orchestrator.observability.ui.server.app import serve
 
-    serve(arguments.runs, Console(), arguments.host, arguments.port, arguments.key)
+    serve(arguments.runs, Console(), arguments.host, arguments.port, key_of(arguments, "PENSTOCK_UI_KEY") or None)
     return 0
+
+
+def key_of(arguments: argparse.Namespace, variable: str) -> str:
+    """The key of a command: in a file, or in a variable, which no process that this one starts sees; empty: none is
+    given."""
+    given = os.environ.pop(variable, "")
+    if arguments.key:
+        _stderr("[yellow]--key[/]", f"ps shows it to everyone on this machine. Use --key-file FILE, or {variable}.")
+        return str(arguments.key)
+    return str(reveal(Secret.read(f"file:{arguments.key_file}", "--key-file"))) if arguments.key_file else given
 
 
 def _grafana(arguments: argparse.Namespace) -> int:
@@ -234,7 +255,7 @@ def _report_error(error: PenstockError) -> int:
         raise error
     # An error that crossed Ray carries the remote traceback in its text and the error itself as `cause`.
     cause = getattr(error, "cause", None)
-    _stderr(f"[bold red]{_kind(error)}[/]", str(cause if isinstance(cause, PenstockError) else error))
+    _stderr(f"[bold red]{_kind(error)}[/]", hide_in(str(cause if isinstance(cause, PenstockError) else error)))
     return error.exit_code
 
 

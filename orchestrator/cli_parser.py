@@ -23,7 +23,9 @@ PROBE_HELP = "run the best N plans for some steps each, where they are to run, a
 LENGTHS_HELP = "tokens of a response in the mean, and the spread of their logarithm (default: 0.4 of the most, 0.6)"
 SERVE = """Serve a base model to loops that are written for the SDK `tinker`: adapters are trained on this cluster and
 sampled from, each request exactly once. Killed or not, the same command goes on where it was."""
+SHOWN_KEY_HELP = "the key itself, which ps shows to all on this machine; deprecated"
 KEY_HELP = "with the key that clients need, tml-… (default: TINKER_API_KEY, or one that is made and printed)"
+PAGE_KEY_HELP = "with the key that visitors need (default: PENSTOCK_UI_KEY, or one that is made except for loopback)"
 SIMULATE = """Play the dataflow of a run through its own ledger on a virtual clock: who works when, who waits for whom.
 Starts nothing."""
 FAULTS_HELP = "mean hours until a member is lost, and seconds until another is there (default: none; 60)"
@@ -92,9 +94,8 @@ def make_parser(functions: Functions) -> argparse.ArgumentParser:
     )
     ui.add_argument("--host", default="127.0.0.1", help="interface; any but loopback asks visitors for a key")
     ui.add_argument("--port", type=int, default=None, help="0: any (default: the first free one from 8420 on)")
-    ui.add_argument(
-        "--key", default=None, help="that visitors need (default: made where the interface is not loopback)"
-    )
+    ui.add_argument("--key", default=None, help=SHOWN_KEY_HELP)
+    ui.add_argument("--key-file", default=None, metavar="FILE", help=PAGE_KEY_HELP)
     ui.set_defaults(command=functions["ui"])
     grafana = commands.add_parser("grafana", help="write a Grafana dashboard, and alert rules for Prometheus")
     grafana.add_argument("directory", help="for the files")
@@ -125,7 +126,7 @@ def _add_serve(commands: Any, functions: Functions) -> None:
     serve.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     serve.add_argument("--host", default=None, help="interface (default: serve.host, loopback)")
     serve.add_argument("--port", type=int, default=None, help="0: any (default: serve.port)")
-    serve.add_argument("--key", default=None, help="the key itself, which ps shows to all on this machine")
+    serve.add_argument("--key", default=None, help=SHOWN_KEY_HELP)
     serve.add_argument("--key-file", default=None, metavar="FILE", help=KEY_HELP)
     serve.set_defaults(command=functions["serve"])
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, suggest
+from penstock.conf.secret import reveal
 
 TUPLE = "__tuple__"
 MAX_REPLACEMENTS = 200
@@ -33,7 +34,7 @@ class Problems:
     def __init__(
         self, task: str, options: dict[str, Any] | None = None, *, seed: int, size: int, exclude: Collection[str] = ()
     ) -> None:
-        self.task, self.options, self.seed, self.size = task, dict(options or {}), seed, size
+        self.task, self.options, self.seed, self.size = task, dict(reveal(options or {})), seed, size
         self.exclude = frozenset(exclude)
         self._spares: dict[int, Any] = {}
         self.dataset = self._spare(0)

@@ -33,6 +33,12 @@ it is typed (`no`, `1e3`, `2026-01-01`), except for `null`; quotes around it are
 `0.5` or `1e-3`. `[a, b]` is a list and `{a: 1, b: 2}` a mapping. Where any type will do, as in `options`, numbers,
 `true`, `false` and `null` are those, and all else is a text. `${data.seed}` stands for the value of that key; `\\${`
 writes `${` itself. In a recipe a key that is there twice is refused.
+
+A secret is a tenant's key, or in `options` what is called a key, token, password or the like, each of `headers`, and
+each variable in `env`. Write `env:NAME` or `file:PATH`: the command reads it when it starts, and sends it to the actors
+that need it. config.yaml, logs, the page, trackers and errors show this place, or `***`. A URL in `options` or
+`tracking.mlflow.tracking_uri` may have a password, which is shown as `***`; that of a place of files may not: fsspec
+takes it from variables such as FSSPEC_SFTP_PASSWORD.
 """
 
 

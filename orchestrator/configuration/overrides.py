@@ -20,6 +20,7 @@ from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.renamed import present_key
 from penstock.conf.run import RunConfig
+from penstock.conf.secret import hide_word, reveal
 from penstock.orchestrator.configuration.translation.counterparts import counterpart
 from penstock.orchestrator.configuration.values import NULLS, Plain, literal, unquoted
 
@@ -40,7 +41,7 @@ class Override:
 
 def parse(words: Iterable[str]) -> list[Override]:
     """Parse `key=value` words. Raises `ConfigError` for a word that is none."""
-    return [_parse_word(word) for word in words]
+    return [_parse_word(reveal(word)) for word in words]
 
 
 def _parse_word(word: str) -> Override:
@@ -49,7 +50,7 @@ def _parse_word(word: str) -> Override:
     if not equals or not key or key.startswith(("-", "~")) or any(c.isspace() for c in key):
         hint = f" To see all keys: penstock validate recipe={word}" if word.isidentifier() else ""
         raise ConfigError(f"{word!r} is not key=value, like recipe=arithmetic or trainer.max_steps=20.{hint}")
-    return Override(present_key(key), unquoted(text), word)
+    return Override(present_key(key), unquoted(text), hide_word(word))
 
 
 @cache
@@ -84,7 +85,7 @@ class Schema:
         section = next((one for one in members if dataclasses.is_dataclass(one)), None)
         if section is not None and values is not None and not isinstance(values, dict):
             names = ", ".join(self._hints(section))  # type: ignore[arg-type]
-            raise ConfigError(f"{where}{key}={_show(values)}: is a section; set its keys: {names}.")
+            raise ConfigError(f"{where}{_show(key, values)}: is a section; set its keys: {names}.")
         if isinstance(values, dict):
             return {self._name(one, members): self.fit(value, where, *self._inner(one, value, members, key, where))
                     for one, value in values.items()}  # fmt: skip
@@ -192,9 +193,9 @@ def wrong_type(tree: DictConfig, error: OmegaConfBaseException, key: str, value:
         return unresolved(error, key, where)
     expected = expected_type(tree, full_key.partition("[")[0])
     if expected == "unknown" or isinstance(error, ConfigKeyError):
-        return ConfigError(f"{where}{full_key}={value}: {str(error).splitlines()[0]}.")
+        return ConfigError(f"{where}{_show(full_key, value)}: {str(error).splitlines()[0]}.")
     hint = _way_to_write(key, expected, value)
-    return ConfigError(f"{where}{full_key}={_show(value)}: expected {expected}, got {type(value).__name__}.{hint}")
+    return ConfigError(f"{where}{_show(full_key, value)}: expected {expected}, got {type(value).__name__}.{hint}")
 
 
 def _way_to_write(key: str, expected: str, value: Any) -> str:
@@ -216,8 +217,8 @@ def unresolved(error: OmegaConfBaseException, key: str = "", where: str = "") ->
     )
 
 
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value)
+def _show(key: str, value: Any) -> str:
+    return hide_word(f"{key}={'null' if value is None else value}")
 
 
 def expected_type(tree: DictConfig, dotted: str) -> str:

@@ -19,6 +19,7 @@ from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
+from penstock.conf.secret import hide_in
 from penstock.conf.tracking import WANDB_MODES, TrackingConfig
 from penstock.network.proxies import ask_directly
 from penstock.orchestrator.cluster.cluster import is_elsewhere
@@ -339,7 +340,7 @@ def _mlflow(tracking: TrackingConfig) -> str:
     uri = tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None or uri.startswith("sqlite:"):
         need("mlflow", "sqlalchemy alembic", "sqlalchemy alembic")
-    return f"mlflow at {uri or 'mlflow.db in output_dir'}"
+    return f"mlflow at {hide_in(uri or 'mlflow.db in output_dir')}"
 
 
 def _trackio(tracking: TrackingConfig) -> str:

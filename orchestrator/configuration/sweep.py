@@ -23,6 +23,7 @@ from rich.table import Table
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError, how_ended
+from penstock.conf.secret import hide_words
 from penstock.orchestrator.cluster.cluster import count_local_gpus, join
 from penstock.orchestrator.cluster.connection import cluster_address
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
@@ -112,7 +113,8 @@ class Sweep:
             raise ConfigError(f"{self._directory}: {error}.") from None
 
     def _said(self) -> Any:
-        return {"runs": {point.name: {"values": point.values, "words": list(point.words)} for point in self._points}}
+        told = {point.name: {"values": point.values, "words": hide_words(point.words)} for point in self._points}
+        return {"runs": told}
 
     def _start(self, point: Point) -> None:
         group = f"tracking.group={self._directory.name}"  # first: the user's own word wins

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from penstock.conf.secret import hide_in
 from penstock.workers.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
 
@@ -47,7 +48,7 @@ class Checkpoint:
     def to_json(self) -> str:
         values = asdict(self)
         del values["directory"], values["store_directory"]
-        return json.dumps({"format": FORMAT, **values}, indent=1)
+        return hide_in(json.dumps({"format": FORMAT, **values}, indent=1))
 
 
 def trainer_directory(checkpoint: str) -> str:

@@ -42,6 +42,7 @@ from omegaconf import OmegaConf
 
 from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, RunInUse
 from penstock.conf.run import RunConfig
+from penstock.conf.secret import hide_in
 from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.failed_writes import AppendedFile, FailedWrites
 from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
@@ -71,7 +72,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every key, resolved: what `config.yaml` of a run holds."""
+    """Every key, resolved and without secrets: what `config.yaml` of a run holds."""
     return str(OmegaConf.to_yaml(_escaped(asdict(config))))
 
 
@@ -81,7 +82,7 @@ def _escaped(value: Any) -> Any:
         return {key: _escaped(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_escaped(one) for one in value]
-    return value.replace("${", r"\${") if isinstance(value, str) else value
+    return hide_in(value).replace("${", r"\${") if isinstance(value, str) else value
 
 
 class RunDirectory:
@@ -359,7 +360,7 @@ class RunDirectory:
             if name not in self._files:
                 kind = name.removesuffix(".jsonl")
                 self._files[name] = AppendedFile(self.path / name, kind, self.failed_writes, self._open_for_lines)
-            self._files[name].append(line_of(values).encode())
+            self._files[name].append(hide_in(line_of(values)).encode())  # an error may quote a URL
 
     def _open_for_lines(self, file: Path) -> int:
         """Open a file of lines. Raises `OSError`; `RunInUse`, the first time, if another process has the directory by

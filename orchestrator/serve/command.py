@@ -6,7 +6,6 @@ that name.
 
 import asyncio
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, is_refusal
 from penstock.conf.run import RunConfig, validate
-from penstock.conf.serve import key_at
 from penstock.conf.trainer import LoraConfig
 from penstock.orchestrator.cluster.cluster import raise_if_over
 from penstock.orchestrator.cluster.placement.actors import plan_actors
@@ -68,12 +66,6 @@ def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
         raise
     finally:
         directory.close()
-
-
-def given_key(file: str | None) -> str:
-    """The key in a file, or in TINKER_API_KEY, which no process that this one starts sees; empty: none is given."""
-    given = os.environ.pop("TINKER_API_KEY", "")
-    return given if file is None else key_at(f"file:{file}")
 
 
 def served(config: RunConfig) -> RunConfig:
@@ -131,7 +123,7 @@ async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, t
     backend = ClusterBackend(started.fleet, started.config, facts, tell)
     server = Server(started.config.serve, backend, directory.path / "serve", key)
     url = await server.start()
-    tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={server.key or '…'}")
+    tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={'…' if key else server.key or '…'}")
     if not server.key:
         tell(f"The first start has printed the key. For a new one remove {server.key_file}, and start again.")
     told = asyncio.create_task(_telling(server, backend, directory, url), name="the status for penstock ui")

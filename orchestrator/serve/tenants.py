@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.conf.errors import ConfigError
+from penstock.conf.secret import reveal
 from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.orchestrator.serve.schedule import Budget
 
@@ -45,7 +46,7 @@ class Tenants:
         self.configs = dict(config.tenants) or {ONLY: TenantConfig(max_adapters=config.max_adapters)}
         self.key = key if key or known else f"tml-{secrets.token_urlsafe(24)}"
         """Key of the operator, or of the only tenant. Empty: it was printed at an earlier start."""
-        self._keys = {tenant.key: name for name, tenant in config.tenants.items()}
+        self._keys = {reveal(tenant.key): name for name, tenant in config.tenants.items()}
         if (own := hash_of(self.key) if self.key else known) in self._keys:
             raise ConfigError(f"the operator's key: is that of serve.tenants.{self._keys[own]}; give it another one.")
         self._keys[own] = OPERATOR if config.tenants else ONLY

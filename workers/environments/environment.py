@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.secret import reveal
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
 from penstock.workers.trajectory import Trajectory
@@ -96,7 +97,7 @@ def make_environment(config: EnvironmentConfig, imports: Sequence[str] = ()) -> 
             )
         make = ENVIRONMENTS[name]
     try:
-        made = make(**config.options)
+        made = make(**reveal(config.options))
     except TypeError as error:
         raise ConfigError(f"environment.options: {name} cannot be made with them: {error}.") from error
     if not callable(getattr(made, "run", None)):

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from penstock.conf.secret import hide_in
 from penstock.workers.environments.child import SOON_S
 
 
@@ -76,7 +77,7 @@ class McpConnection:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._lost.wait(), timeout_s)
         state = "is lost" if self.has_ended else "stands"
-        return f"the connection to {self._address.url} {state}" + (f" ({self._why})" if self._why else "")
+        return f"the connection to {hide_in(self._address.url)} {state}" + (f" ({self._why})" if self._why else "")
 
     def kill(self) -> None:
         """Do nothing: the server is not ours."""

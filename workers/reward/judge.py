@@ -21,6 +21,7 @@ from typing import Any
 from penstock.workers.reward.registry import reward
 from penstock.workers.reward.rubric import Rubric, Verdicts
 
+KEY = "OPENAI_API_KEY"
 MAX_REQUESTS = 16
 """Number of requests of a reward process at once."""
 
@@ -33,7 +34,7 @@ class _Judge:
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS))
 
 
-_judges: dict[tuple[asyncio.AbstractEventLoop, str], _Judge] = {}
+_judges: dict[tuple[asyncio.AbstractEventLoop, str, str], _Judge] = {}
 VERDICTS = Verdicts()
 
 
@@ -50,7 +51,7 @@ async def judge(
     rubric: str = Rubric.text,
     low: float = Rubric.low,
     high: float = Rubric.high,
-    key: str = "OPENAI_API_KEY",
+    key: str = KEY,
     temperature: float = 0.0,
     max_tokens: int = 256,
     structured: bool = True,
@@ -58,9 +59,9 @@ async def judge(
     """The score of a judge, from 0 (`low`) to 1 (`high`).
 
     `url`: of the server, such as http://host:8000/v1. `rubric`: the judge's criteria; {prompt} and {answer} become the
-    row's. `key`: the environment variable that holds the server's key. `structured`: ask for JSON by a schema, which
-    most servers can. Raises `ValueError` for an answer that is not one number in the range, and what the client raises;
-    the sample is then dropped, without a guessed verdict.
+    row's. `key`: the server's key, or the environment variable of this node that holds it. `structured`: ask for JSON
+    by a schema, which most servers can. Raises `ValueError` for an answer that is not one number in the range, and
+    what the client raises; the sample is then dropped, without a guessed verdict.
     """
     if not url or not model:
         raise ValueError("reward.options: judge needs url and model")
@@ -83,8 +84,9 @@ async def judge(
 def _of_this_loop(url: str, key: str) -> _Judge:
     for place in [place for place in _judges if place[0].is_closed()]:
         del _judges[place]
-    place = asyncio.get_running_loop(), url
+    place = asyncio.get_running_loop(), url, key
     if place not in _judges:
         openai = importlib.import_module("openai")
-        _judges[place] = _Judge(openai.AsyncOpenAI(base_url=url, api_key=os.environ.get(key) or "none"))
+        value = os.environ.get(key) or ("none" if key == KEY else key)
+        _judges[place] = _Judge(openai.AsyncOpenAI(base_url=url, api_key=value))
     return _judges[place]

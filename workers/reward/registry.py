@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.secret import reveal
 from penstock.workers.reward.signatures import HELP, Caller, LogMetric, RewardFunction, adapt, name_of
 from penstock.workers.user_code import absolute, find_function, import_file, with_file
 
@@ -96,16 +97,16 @@ class RewardSpec:
         """Import what is named and adapt it. Raises `ConfigError`."""
         for path in self.imports:
             import_file(path, "imports")
-        caller = Caller(self.with_thinking, self.max_steps, log_metric)
+        caller, options = Caller(self.with_thinking, self.max_steps, log_metric), reveal(self.options)
         if self.pickled:
-            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options, caller)
-        return adapt(find_reward(self.function), self.options, caller)
+            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), options, caller)
+        return adapt(find_reward(self.function), options, caller)
 
     def warm(self) -> None:
         """Do what the function's registration asks for before the first sample: slow imports, mostly."""
         registered = REWARDS.get(self.function)
         if registered is not None and registered.warm is not None:
-            registered.warm(self.options)
+            registered.warm(reveal(self.options))
 
     def check(self) -> None:
         """Raise `ConfigError` unless the function is found and has a known signature."""

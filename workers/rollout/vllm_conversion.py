@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.secret import reveal
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
 from penstock.workers.cpu import SETTINGS
@@ -80,7 +81,7 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
         arguments |= picture_arguments(config, family)
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
-    arguments |= config.engine_options
+    arguments |= reveal(config.engine_options)
     if spec.adapters is not None:
         arguments |= room_for_adapters(spec.adapters, on_gpu=bool(config.num_gpus_per_worker))
     return arguments | adapter_arguments(spec.adapter) if spec.adapter is not None else arguments

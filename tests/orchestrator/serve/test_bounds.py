@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import socket
 import tracemalloc
 
@@ -14,7 +13,6 @@ from penstock.conf.run import RunConfig
 from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.network.listener import MAX_PENDING
 from penstock.orchestrator.run_directory.run_directory import to_yaml
-from penstock.orchestrator.serve.command import given_key
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.bodies import Body, read
 from penstock.orchestrator.serve.wire.messages import zstandard
@@ -157,17 +155,6 @@ def test_pages_of_other_sites_are_refused(tmp_path, headers):
     serve(tmp_path, act)
 
 
-def test_the_servers_key_comes_from_a_file_or_an_environment_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("TINKER_API_KEY", "tml-environment")
-    assert given_key(None) == "tml-environment"
-    assert "TINKER_API_KEY" not in os.environ
-    (tmp_path / "key").write_text("tml-file\n")
-    assert given_key(str(tmp_path / "key")) == "tml-file"
-    for word, why in (("tml-secret", "cannot be read"), (str(tmp_path / "none"), "cannot be read")):
-        with pytest.raises(ConfigError, match=why):
-            given_key(word)
-
-
 def test_nothing_that_a_server_leaves_or_shows_has_a_key(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ALICE_KEY", "tml-secret-alice")
     (tmp_path / "bob").write_text("tml-secret-bob\n")
@@ -191,9 +178,11 @@ def test_nothing_that_a_server_leaves_or_shows_has_a_key(tmp_path, monkeypatch, 
     shown += [file.read_bytes().decode(errors="replace") for file in left] + [caplog.text]
     assert not [text for text in shown if "tml-secret" in text]
     assert (tmp_path / "serve").stat().st_mode & 0o77 == 0
+    secret = [file for file in left if file.suffix in (".safetensors", ".journal")]
+    assert {file.stat().st_mode & 0o777 for file in secret} == {0o600}
 
 
-@pytest.mark.parametrize("key", ["env:NOT_THERE", "file:/not/there", "password"])
+@pytest.mark.parametrize("key", ["env:NOT_THERE", "file:/not/there", "password", "***"])
 def test_a_setting_that_names_no_key_is_refused_and_not_repeated(key):
     with pytest.raises(ConfigError) as error:
         TenantConfig(key=key)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from penstock.conf.reward import RewardConfig
+from penstock.conf.run import RunConfig
 from penstock.workers.reward import judge as judges
-from penstock.workers.reward.judge import MAX_REQUESTS, judge
+from penstock.workers.reward.judge import KEY, MAX_REQUESTS, judge
 from penstock.workers.reward.registry import RewardSpec
 
 
@@ -19,12 +21,14 @@ class Server:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.keys: list[str] = []
         self.now = self.most = 0
         self.says = ""
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append(body)
+        self.keys.append(request.headers["Authorization"].removeprefix("Bearer "))
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.02)
@@ -74,6 +78,21 @@ def test_points_become_a_reward_and_nothing_is_asked_twice() -> None:
             assert len(server.asked) == 2
 
     asyncio.run(scenario())
+
+
+def test_each_judge_has_its_own_key_by_its_variable_or_as_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRST_JUDGE", "first")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    async def scenario() -> list[str]:
+        async with serving() as (server, url):
+            for number, key in enumerate((KEY, "JUDGE_KEY", "env:FIRST_JUDGE", "own"), 1):
+                config = RunConfig(reward=RewardConfig("judge", {"url": url, "model": "j", "key": key}))
+                score: Any = RewardSpec.of("judge", config.reward.options).resolve().one
+                await score("x" * number, TASK)
+            return server.keys
+
+    assert asyncio.run(scenario()) == ["none", "secret", "first", "own"]
 
 
 def test_responses_are_asked_about_side_by_side_but_not_all_at_once() -> None:

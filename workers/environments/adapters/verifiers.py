@@ -58,7 +58,8 @@ class Verifiers:
             )
         # -P: without the neighbours of that file on the path, which are called as packages are
         program = str(Path(python).absolute()) if os.sep in python else python
-        self._command = [program, "-P", str(EPISODES), json.dumps(dict(env))]
+        self._command = [program, "-P", str(EPISODES)]
+        self._config = json.dumps(dict(env))
         self._seat = seat
         self._taskset = env.get("taskset", env)
         self.episodes: _Episodes | None = None
@@ -69,7 +70,7 @@ class Verifiers:
         shuffled."""
         try:
             said = subprocess.run(
-                self._command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_TIMEOUT_S,
+                self._command, input=f"{self._config}\n", capture_output=True, text=True, timeout=START_TIMEOUT_S,
                 check=True,
             ).stdout  # fmt: skip
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -99,6 +100,8 @@ class Verifiers:
                 await self.aclose()
                 episodes = await _Episodes.start(self._command)
                 try:
+                    with suppress(ConnectionError):  # `ready` says why
+                        await episodes.say(self._config.encode())
                     await episodes.ready()
                 except BaseException:
                     await episodes.end()

@@ -1,9 +1,10 @@
 """Episodes of a `verifiers` environment: this program is run by the interpreter that has the package, which is not
 Penstock's.
 
-    python verifiers_episodes.py '{"taskset": {"id": "my_tasks"}, …}'      JSON lines on stdin and stdout:
+    python verifiers_episodes.py                                            JSON lines on stdin and stdout:
 
-    {"tasks": 200}                                                          sent first; null: endless
+    {"taskset": {"id": "my_tasks"}, …}                                      received first, as it may have keys
+    {"tasks": 200}                                                          sent then; null: endless
     {"number": 3, "index": 17, "seat": "", "base_url": …, "api_key": …}     received: an episode of the 17th task
     {"number": 3, "reward": 1.0}                                            or "error": "…"
     {"number": 3, "cancel": true}                                           received: it is no longer wanted
@@ -21,10 +22,10 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 
-async def main(config: str) -> None:
+async def main() -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # tasksets may print
-    environment = load_environment(resolve_env_config(json.loads(config)))
+    environment = load_environment(resolve_env_config(json.loads(sys.stdin.readline())))
     is_endless = not environment.taskset.bounded
     tasks = Tasks(environment.taskset, is_endless)
     print(json.dumps({"tasks": None if is_endless else len(tasks.made)}), file=said, flush=True)
@@ -85,4 +86,4 @@ async def reward(environment: Any, task: Any, order: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main())

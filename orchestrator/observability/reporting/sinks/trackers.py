@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError
+from penstock.conf.secret import hide_in, reveal
 from penstock.conf.tracking import MlflowConfig, TrackioConfig, WandbConfig
 from penstock.orchestrator.observability.differences import flat
 from penstock.orchestrator.observability.reporting.sinks.tracker import (
@@ -79,7 +80,7 @@ class Mlflow:
     """MLflow: a server, or a database beside the run's directory."""
 
     def __init__(self, config: MlflowConfig) -> None:
-        self._uri = config.tracking_uri
+        self._uri = reveal(config.tracking_uri)
         self._client: Any = None
         self._id = ""
 
@@ -95,7 +96,7 @@ class Mlflow:
         self._id = run.info.run_id
         params = {plain_name(name): str(value)[:MLFLOW_PARAM_CHARS] for name, value in flat(about.config)}
         self._give_params(params, run.data.params)
-        return Opened(self._id, f"experiment {experiment}, run {about.name}, at {client.tracking_uri}")
+        return Opened(self._id, f"experiment {experiment}, run {about.name}, at {hide_in(client.tracking_uri)}")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

@@ -94,10 +94,12 @@ def _serve(
 ) -> None:
     """Serve a directory. `place`: its name for people."""
     shown = f"[{host}]" if ":" in host else host
+    told = "?key=…" if key else ""
     if key is None and host not in LOOPBACK:
         key = secrets.token_urlsafe(16)
+        told = f"?key={key}"
     bound = listen(host, port)
-    address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?key={key}" if key else "")
+    address = f"http://{shown}:{bound.getsockname()[1]}/{told}"
     console.print(f"[bold]{place}[/] at {address}", highlight=False, soft_wrap=True)
     console.print("Ctrl-C ends it.", style="dim")
     config = uvicorn.Config(

@@ -38,6 +38,8 @@ def test_beyond_loopback_visitors_need_the_key_that_is_printed(tmp_path: Path, m
     assert "?key=" in console.export_text()
     serve(str(tmp_path), console, "127.0.0.1", 0)
     assert "?key=" not in console.export_text(clear=True).splitlines()[-2]
+    serve(str(tmp_path), console, "0.0.0.0", 0, "a-secret")
+    assert "a-secret" not in console.export_text()
 
 
 def test_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
