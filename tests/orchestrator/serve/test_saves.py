@@ -5,16 +5,22 @@ import io
 import json
 import tarfile
 
+import httpx
 import numpy as np
 import pytest
 
 from penstock.conf.errors import DataError
+from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve import checkpoints
-from penstock.orchestrator.serve.checkpoints import Checkpoint, Checkpoints, NoCheckpoint
+from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
+from penstock.orchestrator.serve.server import Server
+from penstock.orchestrator.serve.service import Service
+from penstock.orchestrator.serve.tenants import Tenants
 from penstock.workers.training_calls import AdapterSpec
 from tests.orchestrator.serve.fake_backend import NAMES, Adapter, FakeBackend
 from tests.orchestrator.serve.scripted_client import forward_body
 from tests.orchestrator.serve.test_server import Client, sample_body, serve
+from tests.power_cuts import recorded
 
 
 class Watched(FakeBackend):
@@ -32,8 +38,8 @@ class Watched(FakeBackend):
 class Loop:
     """A client that trains a step, saves under a name and samples from it."""
 
-    def __init__(self, http, directory):
-        self.client, self.seq, self.num_samplers, self.directory = Client(http), 0, 0, directory
+    def __init__(self, http, directory, key="tml-any"):
+        self.client, self.seq, self.num_samplers, self.directory = Client(http, key), 0, 0, directory
 
     async def open(self):
         self.session = await self.client.session()
@@ -218,3 +224,39 @@ def test_checkpoints_of_the_version_before_are_read_overwritten_and_deleted(tmp_
         saves.file(address)
     saves.remove(old)
     assert not folder.exists()
+
+
+def test_a_power_cut_loses_nothing_that_was_answered(tmp_path):
+    async def life(disk):
+        server = Server(ServeConfig(port=0), FakeBackend(), tmp_path)
+        url = await server.start()
+        disk.promise((server.key, "", "", 0))
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            loop = await Loop(http, tmp_path, server.key).open()
+            for seq in (3, 6):
+                path = await loop.save(overwrite=True)
+                disk.promise((server.key, loop.model, path, seq))
+        await server.drain()
+
+    async def next_life(promised, place):
+        key, model, path, seq = promised
+        known = (place / "key.sha256").read_text() if (place / "key.sha256").exists() else ""
+        tenants = Tenants(ServeConfig(), "", known)
+        assert tenants.who(key) is not None
+        service = Service(ServeConfig(), FakeBackend(), place, tenants)
+        await service.open()
+        assert not model or model in service.sessions.open_clients
+        saves = Checkpoints(place / "checkpoints")
+        assert not path or saves.get(Address.parse(path)).seq >= seq
+        assert not path or saves.state(Address.parse(path), with_optimizer=False).tensors
+        await service.close()
+
+    async def every_life():
+        with recorded(tmp_path, num_mixtures=1) as disk:
+            await life(disk)
+        for promised, place in disk.after_power_cuts():
+            if promised:
+                await next_life(promised, place)
+        assert disk.num_moments > 50
+
+    asyncio.run(every_life())
