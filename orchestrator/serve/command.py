@@ -120,7 +120,7 @@ async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, t
     for number in (*ending(), signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     facts = await asyncio.to_thread(facts_of, started)
-    backend = ClusterBackend(started.fleet, started.config, facts, tell)
+    backend = ClusterBackend(started.fleet, started.config, facts, directory, tell)
     server = Server(started.config.serve, backend, directory.path / "serve", key)
     url = await server.start()
     tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={'…' if key else server.key or '…'}")
@@ -131,14 +131,12 @@ async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, t
         await server.serve_until(stop, told)
     finally:
         told.cancel()
-        await backend.engines.close()
 
 
 async def _telling(server: Server, backend: ClusterBackend, directory: RunDirectory, url: str) -> None:
     """Write what the server is doing again and again, for `penstock ui`."""
     while True:
-        losses = {"losses_of_engines": backend.engines.num_lost, "losses_of_ranks": backend.num_lost}
-        state = {"time": time.time(), "url": url, **server.status(), **losses}
+        state = {"time": time.time(), "url": url, **server.status(), "losses_of_engines": backend.num_lost}
         with directory.failed_writes.tolerating("state", is_renewed=True):
             await asyncio.to_thread(write_whole, directory.path / SERVING, json.dumps(state))
         await asyncio.sleep(TOLD_EVERY_S)

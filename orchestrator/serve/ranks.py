@@ -3,8 +3,8 @@
     pick (schedule.py) ─▶ adapter on the ranks? else newest snapshot, later requests repeated ─▶ carry out
                        ─▶ result on the disk ─▶ told ─▶ a snapshot every `serve.snapshot_every` requests
 
-After `TrainerLost` no adapter is on the ranks, and each is brought back when its next request comes. A request that
-fails by itself costs its adapter's place on the ranks, and is left out when the others are repeated.
+After `TrainerLost` other ranks start, and each adapter is brought back when its next request comes. A request that
+fails by itself is left out when the others are repeated.
 """
 
 import asyncio
@@ -17,13 +17,14 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.serve import ServeConfig
-from penstock.orchestrator.serve.backend import Backend, RequestFailed, TrainerLost
+from penstock.orchestrator.serve.backend import Backend, BackendFailed, DeadlyRequest, RequestFailed, TrainerLost
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalError
 from penstock.orchestrator.serve.request_log import Entry
 from penstock.orchestrator.serve.samples import Samples
 from penstock.orchestrator.serve.schedule import Schedule, Waiting
 from penstock.orchestrator.serve.sessions import Sessions
+from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import CHANGING, TrainingClient
 from penstock.orchestrator.serve.wire.results import Answer, failure, forward_answer, plain
 from penstock.orchestrator.serve.wire.training import Call, CreateCall, ForwardCall, LoadCall, SaveCall
@@ -31,8 +32,6 @@ from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState
 
 _LOG = logging.getLogger("penstock")
-MOST_LOSSES = 4
-"""Times that ranks may be lost while one request is carried out: after them it fails."""
 LOOK_S = 1.0
 """Seconds between looks at what comes by itself."""
 DISK_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -49,14 +48,14 @@ class Ranks:
 
     def __init__(
         self, backend: Backend, clients: Mapping[str, TrainingClient], schedule: Schedule, config: ServeConfig,
-        work: "TrainingWork", note: Note = lambda client, entry, seconds: None,
+        tenants: Tenants, work: "TrainingWork", note: Note = lambda client, entry, seconds: None,
     ) -> None:  # fmt: skip
         """`note`: called after each request, with the seconds that it took."""
         self._backend, self._clients, self._schedule, self._config = backend, clients, schedule, config
-        self._work, self._note = work, note
+        self._tenants, self._work, self._note = tenants, work, note
         self._resident: dict[str, TrainingClient] = {}
         """Those on the ranks, the one that has rested longest first."""
-        self._chores: deque[Callable[[], Awaitable[None]]] = deque()
+        self._chores: deque[tuple[TrainingClient, Callable[[], Awaitable[None]]]] = deque()
         self._wake = asyncio.Event()
         self._is_ending = False
         self.num_losses = 0
@@ -67,11 +66,11 @@ class Ranks:
         self._wake.set()
 
     async def run(self) -> None:
-        """Carry out requests until `drain`."""
+        """Carry out requests until `drain`. Raises `BackendFailed`."""
         while self._chores or not self._is_ending:
             self._wake.clear()
             if self._chores:
-                await self._guarded(self._chores.popleft())
+                await self._guarded(*self._chores.popleft())
                 continue
             await self._close_gaps()
             client = self._picked()
@@ -90,12 +89,15 @@ class Ranks:
     async def keep_all(self) -> None:
         """Write what no snapshot has yet, once `run` has ended."""
         for client in list(self._resident.values()):
-            await self._guarded(lambda client=client: self._keep(client))  # type: ignore[misc]
-            await client.settled()
+            try:
+                await self._keep(client)
+                await client.settled()
+            except (PenstockError, OSError) as error:
+                _LOG.warning("%s: %s", client.facts.model_id, error)
 
     def rest(self, client: TrainingClient) -> None:
         """Bring an adapter to the disk when the ranks are free."""
-        self._chores.append(lambda: self._evict(client))
+        self._chores.append((client, lambda: self._evict(client)))
         self.wake()
 
     async def drop(self, client: TrainingClient) -> None:
@@ -111,7 +113,7 @@ class Ranks:
             finally:
                 done.set()
 
-        self._chores.append(chore)
+        self._chores.append((client, chore))
         self.wake()
         await done.wait()
 
@@ -160,7 +162,7 @@ class Ranks:
         client.num_unsaved += entry.kind in CHANGING and not entry.is_failure
         is_load = entry.kind in ("load_model", "load_weights")
         if is_load or entry.kind == "save_weights" or client.num_unsaved >= self._config.snapshot_every:
-            await self._guarded(lambda: self._keep(client))
+            await self._guarded(client, lambda: self._keep(client))
         if is_load:
             await client.settled()  # its name may stand for another save when it is repeated
 
@@ -172,8 +174,8 @@ class Ranks:
         client.rests_until = time.monotonic() + client.pause_s
 
     async def _answered(self, client: TrainingClient, entry: Entry) -> Answer:
-        """Carry out a request, on ranks that may be lost meanwhile. Raises `JournalError`."""
-        for _ in range(MOST_LOSSES):
+        """Carry out a request, on ranks that may be lost meanwhile. Raises `JournalError`, `BackendFailed`."""
+        while not (refusal := self._tenants.refusal(client.facts.tenant, time.monotonic())):
             try:
                 await (self._bring(client) if entry.seq > 0 else self._make_room(client))
                 answer = await self._work.done(client, entry, client.call_of(entry))
@@ -181,13 +183,12 @@ class Ranks:
                     self._hold(client)
                 return answer
             except TrainerLost as error:
-                self._lost(error)
-            except RequestFailed as error:
-                self._forget(client)
-                return failure(str(error), is_users=False)
+                await self._lost(client, error)
+                if isinstance(error, RequestFailed):
+                    return failure(str(error), is_users=False)
             except _StateLost as error:
                 return failure(str(error), is_users=False)
-            except JournalError:
+            except (JournalError, BackendFailed):
                 raise
             except (BadRequest, DataError, ConfigError) as error:
                 if not client.is_resident:
@@ -197,7 +198,7 @@ class Ranks:
                 _LOG.exception("%s: request %d has failed", client.facts.model_id, entry.seq)
                 self._forget(client)
                 return failure(f"{type(error).__name__}: {error}", is_users=False)
-        return failure(f"the ranks were lost {MOST_LOSSES} times while this request was carried out.", is_users=False)
+        return failure(refusal, is_users=True)
 
     async def _bring(self, client: TrainingClient) -> None:
         """Bring an adapter to the ranks, if it is not there, in the state before the client's next request."""
@@ -215,7 +216,7 @@ class Ranks:
                 await self._backend.create_adapter(name, state.spec, state)
             for entry in client.repeated():
                 await self._repeat(client, entry)
-        except (DataError, ConfigError, RequestFailed) as error:
+        except (DataError, ConfigError) as error:
             raise _StateLost(f"the adapter's state cannot be brought back: {error}") from error
         self._hold(client)
 
@@ -261,18 +262,24 @@ class Ranks:
         client.is_resident = False
         self._resident.pop(client.facts.model_id, None)
 
-    def _lost(self, error: TrainerLost) -> None:
+    async def _lost(self, client: TrainingClient, error: TrainerLost) -> None:
+        """Have other ranks start. `client`: whose work the others were lost at. Raises `BackendFailed`."""
         self.num_losses += 1
-        _LOG.warning("The ranks were lost: %s. Adapters are brought back as they are needed.", error)
-        for client in list(self._resident.values()):
-            self._forget(client)
+        for one in list(self._resident.values()):
+            self._forget(one)
+        try:
+            await self._backend.bring_back(client.facts.tenant, error)
+        except DeadlyRequest as again:
+            self._tenants.refuse(client.facts.tenant, str(again), time.monotonic() + self._backend.window_s)
 
-    async def _guarded(self, chore: Callable[[], Awaitable[None]]) -> None:
-        """Do what is not a request: its failure is told, and costs no request."""
+    async def _guarded(self, client: TrainingClient, chore: Callable[[], Awaitable[None]]) -> None:
+        """Do for a client what is not a request: its failure is told, and costs no request. Raises `BackendFailed`."""
         try:
             await chore()
         except TrainerLost as error:
-            self._lost(error)
+            await self._lost(client, error)
+        except BackendFailed:
+            raise
         except (PenstockError, OSError) as error:
             _LOG.warning("%s", error)
 

@@ -45,7 +45,7 @@ class Samples:
         """Requests, by session."""
         self.publications = Publications(backend, 2 * config.max_loaded)
         self.schedule = Schedule(tenants.shares, tenants.budgets)
-        self.queue = SamplingQueue(backend, self.publications, self.schedule, config.max_sampling, self._note)
+        self.queue = SamplingQueue(backend, self.publications, self.schedule, tenants, config.max_sampling, self._note)
 
     def log_of(self, session: Session) -> RequestLog | None:
         """Requests of a session, opened where they are closed; None if it has had none. Raises `JournalError`."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
-from penstock.orchestrator.serve.backend import Backend
+from penstock.orchestrator.serve.backend import Backend, BackendFailed, DeadlyRequest
 from penstock.orchestrator.serve.journal import JournalError
 from penstock.orchestrator.serve.publications import Publications
 from penstock.orchestrator.serve.request_log import Entry, RequestLog
 from penstock.orchestrator.serve.schedule import Schedule, Waiting
+from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.wire.results import Answer, failure, sample_answer
 from penstock.orchestrator.serve.wire.sampling import SampleRequest
 from penstock.workers.concurrent_tasks import cancel_all
@@ -49,12 +50,12 @@ class SamplingQueue:
     """Lifecycle: `run` until `close`; `put` tickets, `cancel` some."""
 
     def __init__(
-        self, backend: Backend, publications: Publications, schedule: Schedule, most: int,
+        self, backend: Backend, publications: Publications, schedule: Schedule, tenants: Tenants, most: int,
         note: Callable[[Ticket, SampleOutput, float], None] = lambda ticket, output, seconds: None,
     ) -> None:  # fmt: skip
         """`most`: requests that engines have at the same time."""
         self._backend, self._publications, self._schedule, self._most = backend, publications, schedule, most
-        self._note = note
+        self._tenants, self._note = tenants, note
         self._queues: dict[str, deque[Ticket]] = {}
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
@@ -146,6 +147,8 @@ class SamplingQueue:
                 self.put(ticket)
 
     async def _answered(self, ticket: Ticket, started: float) -> Answer:
+        if refusal := self._tenants.refusal(ticket.tenant, started):
+            return failure(refusal, is_users=True)
         try:
             request, file = ticket.request(), ticket.file()
             name = await self._publications.name_of(file) if file is not None else None
@@ -156,8 +159,11 @@ class SamplingQueue:
                     await self._publications.release(name)
             self._note(ticket, output, time.monotonic() - started)
             return sample_answer(output, request)
-        except JournalError:
+        except (JournalError, BackendFailed):
             raise
+        except DeadlyRequest as error:
+            self._tenants.refuse(ticket.tenant, str(error), time.monotonic() + self._backend.window_s)
+            return failure(self._tenants.refusal(ticket.tenant, time.monotonic()), is_users=True)
         except (BadRequest, DataError, ConfigError) as error:
             return failure(str(error), is_users=True)
         except PenstockError as error:

@@ -56,7 +56,7 @@ class Service:
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
         work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions)
         schedule = Schedule(tenants.shares, tenants.budgets)
-        self.ranks = Ranks(backend, self.clients, schedule, config, work, self._note_training)
+        self.ranks = Ranks(backend, self.clients, schedule, config, tenants, work, self._note_training)
         self._waiting: dict[str, list[tuple[str, Entry, int]]] = {name: [] for name in tenants.configs}
         """Requests without a result: the training client's or session's id, and the size of the body."""
         self._damaged: set[str] = set()
@@ -77,16 +77,18 @@ class Service:
         for session in self.sessions.sessions.values():
             with contextlib.suppress(JournalDamaged):  # its requests hear of it
                 self.samples.resume(session)
-        loops = {"training": self.ranks.run(), "sampling": self.samples.queue.run(), "tidying": self._watch()}
+        loops = {"training": self.ranks.run(), "sampling": self.samples.queue.run()}
+        loops |= {"engines": self.backend.run(), "tidying": self._watch()}
         self.loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
 
     @property
     def trouble(self) -> str:
         """Reason why the server carries out nothing; empty if it does."""
-        ended = [loop.get_name() for loop in self.loops if loop.done()]
-        if self.is_ending.is_set():
-            return "the server is ending."
-        return f"{' and '.join(ended)} ended by a fault, and the server ends." if ended else ""
+        ended = [loop for loop in self.loops if loop.done() and not loop.cancelled()]
+        faults = [f"{loop.get_name()} ended by a fault ({error})" for loop in ended if (error := loop.exception())]
+        if faults:
+            return f"{' and '.join(faults)}, and the server ends."
+        return "the server is ending." if self.is_ending.is_set() else ""
 
     async def close(self) -> None:
         """End within `serve.drain_s`: requests under way are finished, what is left is in the journals."""
@@ -208,6 +210,8 @@ class Service:
 
     def waits_for(self, client: TrainingClient, entry: Entry | None) -> str:
         """What a training client's request waits for, as half a sentence."""
+        if self.trouble:
+            return self.trouble
         if client.trouble:
             return f"the disk: {client.trouble}"
         if client.gap is not None:
@@ -220,8 +224,8 @@ class Service:
         return f"{before} requests before it, and {max(0, others)} other adapters that wait"
 
     def _refuse_at_end(self) -> None:
-        if self.is_ending.is_set():
-            raise JournalError("the server is ending, and takes no more requests. Send it again to the next one.")
+        if self.trouble:
+            raise JournalError(f"{self.trouble} It takes no more requests: send this one again to the next server.")
 
     def _open_client(self, facts: ClientFacts) -> TrainingClient:
         directory = self.directory / "clients" / facts.model_id.replace(":", "_")

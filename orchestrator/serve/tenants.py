@@ -55,7 +55,22 @@ class Tenants:
         self.usage = {name: Usage() for name in self.configs}
         self.bodies = {name: asyncio.Semaphore(MOST_BODIES) for name in self.configs}
         """Bodies with data that are read and decoded at the same time."""
+        self._refused: dict[str, tuple[str, float]] = {}
 
     def who(self, key: str) -> str | None:
         """The tenant that has a key; `OPERATOR`; None: nobody."""
         return self._keys.get(hash_of(key))
+
+    def refuse(self, tenant: str, why: str, until: float) -> None:
+        """Refuse the requests of a tenant until that time."""
+        self._refused[tenant] = (why, until)
+
+    def refusal(self, tenant: str, now: float) -> str:
+        """Why requests of a tenant are refused; empty: they are not."""
+        why, until = self._refused.get(tenant, ("", 0.0))
+        if now >= until:
+            return ""
+        return (
+            f"{why}. All its requests are refused for {until - now:.0f} s: ask for less at a time after that, such as "
+            "fewer and shorter sequences. Adapters stay as they were."
+        )
