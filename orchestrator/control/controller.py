@@ -97,7 +97,7 @@ class Controller:
         self._saving = CheckpointWriter(context)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         faults = config.faults
-        self._restarts = Restarts(context, self._recoveries, meters)
+        self._restarts = Restarts(self.directory, self.progress.note, self._recoveries, meters)
         unwritten = taken.unwritten if taken is not None else {}
         self._journal = StepJournal(fleet.owner, self._before, unwritten)
         self._stores = StoreRecovery(context, self._restarts, self._journal)

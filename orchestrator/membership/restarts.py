@@ -25,7 +25,7 @@ from penstock.orchestrator.cluster.failures import first_line
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.recovery import Restart
-from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
 class Restarts:
@@ -34,15 +34,16 @@ class Restarts:
 
     def __init__(
         self,
-        context: RunContext,
+        directory: RunDirectory,
+        note: Callable[[str], None],
         recoveries: Recoveries,
         meters: Meters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`meters`: those that count losses."""
+        """`note`: called with what people read. `meters`: those that count losses."""
         self.step = 0
         """The step that the run is at."""
-        self._directory, self._progress = context.directory, context.progress
+        self._directory, self._note = directory, note
         self._recoveries, self._clock = recoveries, clock
         self._meters = meters or Meters()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -74,7 +75,7 @@ class Restarts:
         again."""
         began = self._clock()
         self._note_fault(role, title, failure)
-        self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
+        self._note(f"{title} is lost, another takes its place: {first_line(failure)}")
         decision = self._recoveries.lost(title, role, began, self.step)
         while isinstance(decision, Restart):
             await asyncio.sleep(decision.after_s)
@@ -93,7 +94,7 @@ class Restarts:
         about = {"role": role, "member": title, "step": self.step, "tokens_again": tokens}
         self._directory.event("recovered", **about, seconds=round(seconds, 3))
         self._meters.add(RUN_REPLACED, member_role=role)
-        self._progress.note(f"{title} serves again after {seconds:.1f} s")
+        self._note(f"{title} serves again after {seconds:.1f} s")
 
     def started(self, title: str) -> None:
         """Note that the process is there which takes the place of a lost member; it has to catch up."""

@@ -16,13 +16,22 @@ from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, Adap
 
 
 class TrainerLost(PenstockError):
-    """Ranks have died and others are there. No adapter is on them any more: each has to be created again of a state,
-    and what was carried out since is to be repeated."""
+    """Ranks have died. `bring_back` starts others, which have no adapter: each has to be created again of a state, and
+    what was carried out since is to be repeated."""
 
 
-class RequestFailed(PenstockError):
-    """A request has failed by itself, and would fail again: it is answered so, and not repeated. What it had done is
-    not known, so its adapter is on no rank any more and has to be created again of a state, without this request."""
+class RequestFailed(TrainerLost):
+    """A request has failed by itself, and would fail again: it is answered so, and not repeated. The ranks are of no
+    use any more, since some may wait for the one that it failed on."""
+
+
+class DeadlyRequest(PenstockError):
+    """Ranks or engines were lost again and again while requests of one tenant were at work. Others are there: it is the
+    tenant that is refused."""
+
+
+class BackendFailed(PenstockError):
+    """Ranks or an engine cannot be brought back: the server ends, and its next start goes on."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +55,20 @@ class ModelFacts:
 
 class Backend(Protocol):
     """Calls that train run one at a time. They raise `DataError` or `ConfigError` for wrong arguments, having changed
-    nothing, `RequestFailed` and `TrainerLost`. A request by which the ranks are lost again and again has to be given up
-    by the caller. `sample` may run beside them and many times at once, and hides the deaths of engines; a cancelled one
+    nothing, `RequestFailed` and `TrainerLost`, after which `bring_back` is called. `sample` may run beside them and
+    many times at once. It hides the deaths of engines, but for `DeadlyRequest` and `BackendFailed`; a cancelled one
     stops to cost anything."""
 
     facts: ModelFacts
+    window_s: float
+    """Seconds for which a loss counts, and a tenant is refused after `DeadlyRequest`."""
+
+    async def run(self) -> None:
+        """Replace engines that are lost, until cancelled. Raises `BackendFailed`."""
+
+    async def bring_back(self, tenant: str, failure: TrainerLost) -> None:
+        """Start other ranks in place of those that were lost while a request of this tenant was at work. Raises
+        `DeadlyRequest` once they are there, if there were too many losses of that kind; and `BackendFailed`."""
 
     async def create_adapter(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
         """Make an adapter, which starts as the base model or goes on from a state."""

@@ -1,46 +1,207 @@
 """The `Backend` (`serve/backend.py`) over ranks and engines on a Ray cluster. Ranks are called and replaced together,
-each engine is replaced alone.
+each engine is replaced alone, as often and after such pauses as in a run (`membership/restarts.py`).
 
-    call ─▶ every rank, its own share of the data ─▶ answers           a rank is lost ─▶ others start ─▶ `TrainerLost`
+    call ─▶ every rank, its own share of the data ─▶ answers           a rank is lost ─▶ `TrainerLost` ─▶ `bring_back`
     publish ─▶ every engine         sample ─▶ the engine with the fewest samples under way
                                     it is lost ─▶ another starts and gets the adapters; the call is repeated
 
 What ranks have computed is gone with them: the server creates its adapters again, of snapshots and journals. A sample
 that is repeated is the same, as its seed is part of the call.
+
+Who is to blame for losses is counted. Ranks have one request at work: its tenant has `faults.max_restarts` of its own.
+Engines have many: one that was at work at so many losses of engines, at the last without another such, is given up.
 """
 
 import asyncio
+import contextlib
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
-from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, PenstockError
+from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.failures import Kind, first_line, kind_of
+from penstock.orchestrator.cluster.failures import Kind, first_line, kind_of, leaves
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import answers, answers_or_end
+from penstock.orchestrator.cluster.ray_calls import Handles, answers, answers_or_end
 from penstock.orchestrator.loops.verbs import put_together, shares_of
-from penstock.orchestrator.serve.backend import ModelFacts, RequestFailed, TrainerLost
-from penstock.workers.concurrent_tasks import cancel_all
+from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.restarts import Restarts, title_of
+from penstock.orchestrator.membership.supervisor import CatchUp, nothing_to_catch_up
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.serve.backend import BackendFailed, DeadlyRequest, ModelFacts, RequestFailed, TrainerLost
 from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
-TRIES = 4
-"""Times that a call is given to an engine before it fails: it may be what ends them."""
+
+async def replaced(
+    fleet: Fleet, restarts: Restarts, role: str, team: Sequence[str], failure: Exception,
+    catch_up: CatchUp = nothing_to_catch_up,
+) -> bool:  # fmt: skip
+    """Start other members in place of lost ones. Returns whether that was to be tried. Raises `BackendFailed` if it was
+    in vain."""
+    failed_starts: list[PenstockError] = []
+
+    async def start() -> None:
+        fleet.remove(team)  # those of a start that has failed, too
+        try:
+            members = await fleet.start_members(team)
+            restarts.started(title_of(team))
+            await catch_up(members)
+        except PenstockError as error:
+            failed_starts.append(error)
+            raise
+        fleet.add(members)
+
+    fleet.remove(team)
+    restarts.step += 1  # a request is given up by its tenant's losses, and not as a step that is lost twice
+    try:
+        await restarts.start_anew(role, title_of(team), failure, start)
+    except PenstockError as error:
+        if failed_starts:
+            why = first_line(failed_starts[-1])
+            raise BackendFailed(f"{title_of(team)} cannot be started again: {why}") from error
+    return fleet.handle_of(team[0]) is not None
 
 
-class ClusterBackend:
-    """Lifecycle: over a fleet that has started."""
+class ServedEngines:
+    """Lifecycle: over a fleet that has started; `run` beside all calls."""
 
-    def __init__(self, fleet: Fleet, config: RunConfig, facts: ModelFacts, tell: Callable[[str], None]) -> None:
-        """`tell`: called with what happens to ranks and engines, for people."""
-        self.facts, self.engines = facts, ServedEngines(fleet, config, tell)
-        self._fleet, self._config, self._tell = fleet, config, tell
+    def __init__(self, fleet: Fleet, config: RunConfig, restarts: Restarts) -> None:
+        """`restarts`: of engines, and of ranks beyond the bound of a tenant."""
+        self._fleet, self._config, self._restarts = fleet, config, restarts
+        self._published: dict[str, Any] = {}
+        """References to published adapters in Ray's object store, which spills to disk, by name."""
+        self._under_way: Counter[str] = Counter()
+        self._losses: asyncio.Queue[tuple[str, PenstockError]] = asyncio.Queue()
+        """Engines to replace, each once."""
+        self._changed = asyncio.Event()
+        """Set whenever an engine has come back, or cannot."""
+        self._failure: BackendFailed | None = None
+        self._suspect_alone = asyncio.Lock()
+        self._pardoned: set[str] = set()
+        """Engines whose losses have a cause that is refused from then on: their budgets begin anew."""
         self.num_lost = 0
-        """How many times ranks were lost."""
+        """How many engines were lost."""
+
+    async def run(self) -> None:
+        """Replace engines that are lost, side by side. Raises `BackendFailed`."""
+        try:
+            async with asyncio.TaskGroup() as replacements:
+                while True:
+                    name, failure = await self._losses.get()
+                    replacements.create_task(self._replace(name, failure), name=f"replacement of {name}")
+        except ExceptionGroup as failures:
+            raise leaves(failures)[0] from None
+
+    async def publish(self, sampler: str, state: AdapterState) -> None:
+        """Bring an adapter to every engine that is there; the others get it when they start."""
+        self._published[sampler] = ray.put(state.for_sampling())
+        await self._everywhere("add_adapter", sampler, self._published[sampler])
+
+    async def drop_sampler(self, sampler: str) -> None:
+        if self._published.pop(sampler, None) is not None:
+            await self._everywhere("drop_adapter", sampler)
+
+    async def sample(self, sampler: str | None, call: SampleCall) -> SampleOutput:
+        """Sample from an adapter, or from the base model. Raises `DataError` for what cannot be sampled,
+        `DeadlyRequest`, and `BackendFailed`."""
+        timeout_s, most = self._config.rollout.generate_timeout_s, max(1, self._config.faults.max_restarts)
+        lost: list[str] = []
+        while len(lost) < most:
+            is_suspect = 0 < len(lost) == most - 1
+            async with self._suspect_alone if is_suspect else contextlib.nullcontext():
+                name, handle = await self._chosen()
+                self._under_way[name] += call.num_samples
+                try:
+                    one = (name, handle.sample.remote(sampler, call, uuid.uuid4().hex))
+                    (output,) = await answers_or_end([one], phase="sample", timeout_s=timeout_s)
+                    return output  # type: ignore[no-any-return]
+                except PenstockError as failure:
+                    if kind_of(failure) is Kind.ERROR:
+                        raise
+                    self._lost(name, handle, failure)
+                finally:
+                    self._under_way[name] -= call.num_samples
+            lost.append(name)
+        self._pardoned.update(lost)
+        raise DeadlyRequest(
+            f"engines were lost {most} times while a request of this key was at work (faults.max_restarts)"
+        )
+
+    async def _chosen(self) -> tuple[str, Any]:
+        """The engine with the fewest samples under way; where none is there, the first that comes back. The wait ends
+        with the replacements, each of which has its deadline. Raises `BackendFailed`."""
+        while not (members := self._fleet.role("rollout")) and self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+        return min(members, key=lambda member: self._under_way[member[0]])
+
+    async def _everywhere(self, method: str, *arguments: Any) -> None:
+        """Call a method of every engine. One that is lost meanwhile is replaced, and knows what is published then."""
+
+        async def told(name: str, handle: Any) -> None:
+            try:
+                await self._call([(name, handle)], method, *arguments)
+            except PenstockError as failure:
+                if kind_of(failure) is Kind.ERROR:
+                    raise
+                self._lost(name, handle, failure)
+
+        await asyncio.gather(*(told(name, handle) for name, handle in self._fleet.role("rollout")))
+
+    async def _call(self, engines: Handles, method: str, *arguments: Any) -> None:
+        calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in engines]
+        await answers(calls, phase=method, timeout_s=self._config.weights.phase_timeout_s)
+
+    def _lost(self, name: str, handle: Any, failure: PenstockError) -> None:
+        """Have an engine replaced, unless another call has. Several others go on meanwhile; one alone is waited for."""
+        if self._fleet.handle_of(name) is handle:
+            self.num_lost += 1
+            if name in self._pardoned:
+                self._pardoned.discard(name)
+                self._restarts.left(name)
+            self._fleet.remove([name])
+            self._losses.put_nowait((name, failure))
+
+    async def _replace(self, name: str, failure: PenstockError) -> None:
+        """Start an engine, bring it all that is published, and give it to callers."""
+        try:
+            if not await replaced(self._fleet, self._restarts, "rollout", [name], failure, self._catch_up):
+                raise BackendFailed(f"{name} died too often: {first_line(failure)}")
+        except BackendFailed as error:
+            self._failure = error
+            raise
+        finally:
+            self._changed.set()
+
+    async def _catch_up(self, engines: Handles) -> None:
+        """Bring engines all that is published, also meanwhile."""
+        known: set[str] = set()
+        while (due := dict(self._published)).keys() != known:
+            for sampler in due.keys() ^ known:
+                if sampler in due:
+                    await self._call(engines, "add_adapter", sampler, due[sampler])
+                else:
+                    await self._call(engines, "drop_adapter", sampler)
+            known = set(due)
+
+
+class ClusterBackend(ServedEngines):
+    """Ranks beside the engines. Lifecycle: theirs."""
+
+    def __init__(
+        self, fleet: Fleet, config: RunConfig, facts: ModelFacts, directory: RunDirectory, tell: Callable[[str], None]
+    ) -> None:
+        """`tell`: called with what happens to ranks and engines, for people."""
+        self.facts, self.window_s = facts, config.faults.window_s
+        self._by_tenant = defaultdict[str, Restarts](lambda: Restarts(directory, tell, Recoveries(config.faults)))
+        """Restarts of ranks, by the tenant whose requests were at work."""
+        super().__init__(fleet, config, Restarts(directory, tell, Recoveries(config.faults)))
         self._turn = asyncio.Lock()
         """Lock of the ranks: they make one call after the other."""
 
@@ -70,14 +231,17 @@ class ClusterBackend:
         state: AdapterState = (await self._all("adapter_state", self._same(name)))[0]
         return state
 
-    async def publish(self, sampler: str, state: AdapterState) -> None:
-        await self.engines.publish(sampler, state.for_sampling())
-
-    async def drop_sampler(self, sampler: str) -> None:
-        await self.engines.drop(sampler)
-
-    async def sample(self, sampler: str | None, call: SampleCall) -> SampleOutput:
-        return await self.engines.sample(sampler, call)
+    async def bring_back(self, tenant: str, failure: TrainerLost) -> None:
+        faults, (team,) = self._config.faults, self._fleet.teams("trainer")
+        if await replaced(self._fleet, self._by_tenant[tenant], "trainer", team, failure):
+            return
+        del self._by_tenant[tenant]
+        if not await replaced(self._fleet, self._restarts, "trainer", team, failure):
+            raise BackendFailed(f"{title_of(team)} died too often: {first_line(failure)}")
+        raise DeadlyRequest(
+            f"ranks were lost {faults.max_restarts + 1} times within {faults.window_s:g} s while requests of this key "
+            f"were at work (faults.max_restarts={faults.max_restarts})"
+        )
 
     def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:
         return [arguments] * self._config.trainer.num_ranks
@@ -87,9 +251,6 @@ class ClusterBackend:
         what would fail again, and `TrainerLost`."""
         async with self._turn:
             members = self._fleet.role("trainer")
-            if len(members) < len(arguments):  # the last replacement failed
-                await self._replace("not all ranks are there")
-                raise TrainerLost("the ranks were replaced")
             calls = [
                 (name, getattr(handle, method).remote(*own))
                 for (name, handle), own in zip(members, arguments, strict=True)
@@ -99,137 +260,5 @@ class ClusterBackend:
             except PenstockError as failure:
                 if isinstance(failure, DataError | ConfigError):  # of all ranks alike, which have changed nothing
                     raise
-                await self._replace(first_line(failure))  # others may wait for the one that failed
-                if kind_of(failure) is Kind.ERROR:
-                    raise RequestFailed(str(failure)) from failure
-                raise TrainerLost(str(failure)) from failure
-
-    async def _replace(self, why: str) -> None:
-        """Start other ranks in place of all. Raises what their start raised: the next call tries again."""
-        self.num_lost += 1
-        self._tell(f"ranks are replaced: {why}")
-        (team,) = self._fleet.teams("trainer")
-        self._fleet.remove(team)
-        try:
-            self._fleet.add(await self._fleet.start_members(team))
-        except PenstockError as failure:
-            if kind_of(failure) is Kind.ERROR:
-                raise
-            raise TrainerLost(f"ranks could not be started again: {failure}") from failure
-
-
-class ServedEngines:
-    """Lifecycle: over a fleet that has started; `close` ends what is under way."""
-
-    def __init__(self, fleet: Fleet, config: RunConfig, tell: Callable[[str], None]) -> None:
-        """`tell`: called with what happens to engines, for people."""
-        self._fleet, self._config, self._tell = fleet, config, tell
-        self._published: dict[str, Any] = {}
-        """References to published adapters in Ray's object store, which spills to disk, by name."""
-        self._under_way: Counter[str] = Counter()
-        self._repairs: dict[str, asyncio.Task[None]] = {}
-        """Replacements under way, by the engine's name."""
-        self.num_lost = 0
-        """How many engines were lost."""
-
-    async def publish(self, sampler: str, state: AdapterState) -> None:
-        """Bring an adapter to every engine that is there; the others get it when they start."""
-        self._published[sampler] = ray.put(state)
-        await self._everywhere("add_adapter", sampler, self._published[sampler])
-
-    async def drop(self, sampler: str) -> None:
-        if self._published.pop(sampler, None) is not None:
-            await self._everywhere("drop_adapter", sampler)
-
-    async def sample(self, sampler: str | None, call: SampleCall) -> SampleOutput:
-        """Sample from an adapter, or from the base model. Raises `DataError` for what cannot be sampled, and what the
-        last engine failed with."""
-        for number in range(TRIES):
-            name, handle = await self._chosen()
-            timeout_s = self._config.rollout.generate_timeout_s
-            self._under_way[name] += call.num_samples
-            try:
-                one = (name, handle.sample.remote(sampler, call, uuid.uuid4().hex))
-                (output,) = await answers_or_end([one], phase="sample", timeout_s=timeout_s)
-                return output  # type: ignore[no-any-return]
-            except PenstockError as failure:
-                if kind_of(failure) is Kind.ERROR or number == TRIES - 1:
-                    raise
-                await self._lost(name, handle, failure)
-            finally:
-                self._under_way[name] -= call.num_samples
-        raise AssertionError("the last try raises")
-
-    async def close(self) -> None:
-        await cancel_all(list(self._repairs.values()))
-
-    async def _chosen(self) -> tuple[str, Any]:
-        """The engine with the fewest samples under way; where none is there, the first that comes back."""
-        patience = asyncio.timeout(self._config.rollout.start_timeout_s)
-        try:
-            async with patience:
-                while not (members := self._fleet.role("rollout")):
-                    if not self._repairs:
-                        self._repair_all()
-                    await asyncio.wait(self._repairs.values(), return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no engine was there within {self._config.rollout.start_timeout_s:g} s (rollout.start_timeout_s)."
-            ) from None
-        return min(members, key=lambda member: self._under_way[member[0]])
-
-    async def _everywhere(self, method: str, *arguments: Any) -> None:
-        """Call a method of every engine. One that is lost meanwhile is replaced, and knows what is published then."""
-        timeout_s = self._config.weights.phase_timeout_s
-
-        async def told(name: str, handle: Any) -> None:
-            try:
-                call = getattr(handle, method).remote(*arguments)
-                await answers([(name, call)], phase=method, timeout_s=timeout_s)
-            except PenstockError as failure:
-                if kind_of(failure) is Kind.ERROR:
-                    raise
-                await self._lost(name, handle, failure)
-
-        await asyncio.gather(*(told(name, handle) for name, handle in self._fleet.role("rollout")))
-
-    async def _lost(self, name: str, handle: Any, failure: PenstockError) -> None:
-        """Begin to replace an engine, unless another call has. Several others go on meanwhile; one alone is waited
-        for."""
-        if self._fleet.handle_of(name) is handle:
-            self.num_lost += 1
-            self._tell(f"{name} is replaced: {first_line(failure)}")
-            self._fleet.remove([name])
-            self._repair(name)
-
-    def _repair_all(self) -> None:
-        for (name,) in self._fleet.teams("rollout"):
-            if self._fleet.handle_of(name) is None:
-                self._repair(name)
-
-    def _repair(self, name: str) -> None:
-        task = self._repairs[name] = asyncio.create_task(self._replaced(name), name=f"replacement of {name}")
-        task.add_done_callback(lambda ended: self._ended(name, ended))
-
-    def _ended(self, name: str, task: "asyncio.Task[None]") -> None:
-        del self._repairs[name]
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            self._tell(f"{name} could not be started again: {first_line(failure)}")
-
-    async def _replaced(self, name: str) -> None:
-        """Start an engine, bring it all that is published, and give it to callers."""
-        members = await self._fleet.start_members([name])
-        known: set[str] = set()
-        try:
-            while missing := [sampler for sampler in self._published if sampler not in known]:
-                for sampler in missing:
-                    if (state := self._published.get(sampler)) is not None:
-                        calls = [(one, handle.add_adapter.remote(sampler, state)) for one, handle in members]
-                        await answers(calls, phase="add_adapter", timeout_s=self._config.weights.phase_timeout_s)
-                    known.add(sampler)
-        except BaseException:
-            self._fleet.remove([name])
-            raise
-        self._fleet.add(members)
-        for sampler in known - set(self._published):  # dropped meanwhile
-            await self._everywhere("drop_adapter", sampler)
+                lost = RequestFailed if kind_of(failure) is Kind.ERROR else TrainerLost
+                raise lost(str(failure)) from failure

@@ -43,7 +43,7 @@ class Bed:
             role=lambda role: [("Trainer-0", None)], kill=lambda names: None, resumed=None, owner=ThisProcess()
         )
         context: Any = SimpleNamespace(config=config, fleet=fleet, directory=None, progress=None)
-        restarts = Restarts(context, Recoveries(config.faults))
+        restarts = Restarts(context.directory, print, Recoveries(config.faults))
         everyone: Any = self
         self.timeline = Timeline()
         self.ranks = TrainerRecovery(context, restarts, everyone, everyone, everyone, nothing)

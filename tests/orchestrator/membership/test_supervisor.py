@@ -190,7 +190,7 @@ def recovery_of(config: Any, fleet: ScriptedFleet) -> tuple[RunContext, StoreRec
     """Of a new run, whose directory the caller closes."""
     progress = ProgressDisplay(config, "run", console=Console(quiet=True))
     context = RunContext.of(config, fleet, RunDirectory.create(config), progress)  # type: ignore[arg-type]
-    restarts = Restarts(context, Recoveries(config.faults))
+    restarts = Restarts(context.directory, progress.note, Recoveries(config.faults))
     stores = StoreRecovery(context, restarts, StepJournal(ThisProcess(), 0))
     return context, stores, Supervisor(context, restarts, stores)
 

@@ -1,12 +1,13 @@
 """A backend in numpy: a softmax bigram model with LoRA adapters, real gradients and AdamW, which can lose its ranks."""
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.conf.errors import DataError
-from penstock.orchestrator.serve.backend import ModelFacts, RequestFailed, TrainerLost
+from penstock.orchestrator.serve.backend import DeadlyRequest, ModelFacts, RequestFailed, TrainerLost
 from penstock.workers.sample_calls import SampledTokens, SampleOutput, TopTokens
 from penstock.workers.training_calls import AdapterState, ForwardOutput
 
@@ -49,7 +50,10 @@ class Adapter:
 
 
 class FakeBackend:
-    """`lose_at`: numbers of calls at which the ranks are lost, before or (`after`) once the call has changed them."""
+    """`lose_at`: numbers of calls at which the ranks are lost, before or (`after`) once the call has changed them. A
+    tenant may lose them three times."""
+
+    window_s = 600.0
 
     def __init__(self, lose_at=(), *, is_late=False, delay_s=0.0):
         self.facts = ModelFacts("tiny/bigram", "/nowhere", 64, VOCABULARY, 8)
@@ -58,6 +62,16 @@ class FakeBackend:
         self.num_backward = 0
         self.largest_resident = 0
         self.dropped_samplers = []
+        self.losses = Counter()
+
+    async def run(self):
+        await asyncio.Event().wait()
+
+    async def bring_back(self, tenant, failure):
+        assert not self.adapters
+        self.losses[tenant] += 1
+        if self.losses[tenant] > 3:
+            raise DeadlyRequest("ranks were lost 4 times while requests of this key were at work")
 
     async def called(self, what, act):
         number = len(self.calls)
@@ -89,8 +103,10 @@ class FakeBackend:
     async def forward(self, name, data, loss, *, backward):
         def act():
             adapter = self.adapters[name]
+            if "deadly" in loss.config:
+                self.lose()
             if "fail" in loss.config:
-                del self.adapters[name]
+                self.adapters.clear()
                 raise RequestFailed("out of memory")
             if any((datum.targets >= VOCABULARY).any() or (datum.token_ids >= VOCABULARY).any() for datum in data):
                 raise DataError(f"a token is beyond the vocabulary of {VOCABULARY}.")
