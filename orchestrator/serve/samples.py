@@ -16,9 +16,8 @@ from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoints, write_state
-from penstock.orchestrator.serve.publications import Publications
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
-from penstock.orchestrator.serve.sampling_queue import SamplingQueue, Ticket
+from penstock.orchestrator.serve.sampling_queue import Publications, SamplingQueue, Ticket
 from penstock.orchestrator.serve.schedule import Schedule
 from penstock.orchestrator.serve.sessions import Sampler, Session, Sessions
 from penstock.orchestrator.serve.tenants import Tenants

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import DataError
-from penstock.orchestrator.serve.publications import Publications
+from penstock.orchestrator.serve.sampling_queue import Publications
 
 
 class Engines:
