@@ -6,12 +6,15 @@ A kind that is not here, or one of another make, is a YAML file in its place: `2
 `GpuKind`.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.orchestrator.configuration.memory.known import GPU_GIB
 from penstock.orchestrator.configuration.values import plain, read_yaml
+from penstock.workers.weights.publication.timing import BUSES
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,21 @@ def kind_of(name: str) -> GpuKind:
 
 def _read(file: Path) -> GpuKind:
     try:
-        return GpuKind(**plain(read_yaml(file)))
-    except (OSError, TypeError) as error:
+        values = plain(read_yaml(file))
+        rates = [one.name for one in fields(GpuKind) if one.type is float and one.name in values]
+        kind = GpuKind(**{**values, **{name: float(values[name]) for name in rates}})
+    except (OSError, TypeError, ValueError) as error:
         names = ", ".join(one.name for one in fields(GpuKind))
         raise ConfigError(f"{file}: no kind of GPU can be read from it ({error}). It has the fields {names}.") from None
+    for name in rates:
+        if not 0 < getattr(kind, name) < math.inf:
+            raise ConfigError(f"{file}: {name}={values[name]} is not a number above 0.")
+    if kind.bus not in BUSES:
+        raise ConfigError(
+            f"{file}: bus={kind.bus!r} is not known{suggest(str(kind.bus), list(BUSES))}: {_quoted(BUSES)}."
+        )
+    return kind
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " or ".join(f"{name!r}" for name in names)

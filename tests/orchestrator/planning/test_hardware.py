@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.planning.hardware import KINDS, kind_of, parse_cluster
+from penstock.orchestrator.planning.hardware import KINDS, GpuKind, kind_of, parse_cluster
 from penstock.workers.weights.publication.timing import BUSES
 
 
@@ -33,6 +33,36 @@ def test_a_kind_of_ones_own_is_a_file(tmp_path: Path) -> None:
     assert parse_cluster(f"1x2:{file}")[0].kind.memory_gib == 40
     file.write_text("{name: mine, speed: 3}")
     with pytest.raises(ConfigError, match="no kind of GPU can be read"):
+        kind_of(str(file))
+
+
+EXAMPLE = """name: mine
+flops: 165e12
+bandwidth: 1.0e12
+memory_gib: 23.5
+link: 32e9
+bus: PCIe 4 x16
+"""
+
+
+def test_numbers_of_a_file_are_read_as_people_write_them(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(EXAMPLE)
+    assert kind_of(str(file)) == GpuKind("mine", 165e12, 1e12, 23.5, 32e9, "PCIe 4 x16")
+
+
+@pytest.mark.parametrize(("line", "wrong", "why"), [
+    ("bus: PCIe 4 x16", "bus: PCIe4", r"bus='PCIe4' is not known.*'PCIe 4 x16'"),
+    ("flops: 165e12", "flops: fast", "no kind of GPU can be read from it.*fast"),
+    ("flops: 165e12", "flops: -1", "flops=-1 is not a number above 0"),
+    ("flops: 165e12", "flops: .nan", "flops=nan is not a number above 0"),
+    ("flops: 165e12", "", "no kind of GPU can be read from it.*flops"),
+    ("name: mine", "- mine", "mine.yaml"),
+])  # fmt: skip
+def test_a_file_with_a_fault_is_refused_with_the_fault(line: str, wrong: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(EXAMPLE.replace(line, wrong))
+    with pytest.raises(ConfigError, match=why):
         kind_of(str(file))
 
 
