@@ -294,6 +294,28 @@ def _environment_runs_code(config: RunConfig) -> bool:
     return "python" in (environment.options.get("tools") or ()) or environment.sandbox.require_cgroup
 
 
+# Packages.
+
+KERNELS = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
+"""Packages with kernels that no extra of Penstock installs: modules, and names for pip."""
+
+
+def check_packages(config: RunConfig) -> str:
+    """Name the packages with kernels that ranks import. Raises `ConfigError` for one that is not installed."""
+    wanted = {
+        "flash_attn": ("model.attention", config.model.attention, "flash_attention_2", "sdpa"),
+        "liger_kernel": ("trainer.liger", config.trainer.liger, True, "false"),
+    }
+    used = {module: keys for module, keys in wanted.items() if keys[1] == keys[2]}
+    for module, (key, value, _, instead) in used.items():
+        if find_spec(module) is None:
+            raise ConfigError(
+                f"{key}={str(value).lower()} needs the package {KERNELS[module]}, which is not installed here. Run pip "
+                f"install {KERNELS[module]}, or set {key}={instead}."
+            )
+    return ", ".join(KERNELS[module] for module in used)
+
+
 # The trackers.
 
 

@@ -31,6 +31,7 @@ from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
     check_model,
     check_other_model,
+    check_packages,
     check_sandbox,
     check_trackers,
     processor_of,
@@ -71,6 +72,9 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     """All checks. Those whose faults matter most come first, and cheap ones before others."""
     yield Check(RESOURCES, lambda: _resources(config, plan))
     yield Check(MEMORY, lambda: MemoryView.of(config, flow, plan).found())
+    asks_for_kernels = config.trainer.liger or config.model.attention == "flash_attention_2"
+    if asks_for_kernels and not is_elsewhere():  # nodes of a cluster have packages of their own
+        yield Check("packages", lambda: check_packages(config))
     if CHECKS.keys() & set(config.tracking.sinks):
         yield Check("trackers", lambda: check_trackers(config.tracking))
     yield Check("output_dir", lambda: _output_dir(config.output_dir))

@@ -24,7 +24,6 @@ MOST_SPLITS = 24
 """Most numbers of ranks that are tried on one kind of GPU."""
 ON_GPUS: Mapping[str, Any] = {
     "rollout.engine": "vllm", "rollout.dtype": "bfloat16", "rollout.enforce_eager": False, "trainer.dtype": "bfloat16",
-    "model.attention": "flash_attention_2", "trainer.packing": "auto",
 }  # fmt: skip
 """Keys of every plan on GPUs."""
 

@@ -12,7 +12,10 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.configuration import prerequisites
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.prerequisites import check_packages
+from penstock.orchestrator.configuration.validate import checks
 from penstock.orchestrator.planning import asked
 from penstock.orchestrator.planning.asked import hours_of, kinds_of, lengths_of, overrides_of, search_of
 from penstock.orchestrator.planning.candidates import with_keys
@@ -57,6 +60,32 @@ def test_a_plan_that_is_said_is_the_run_that_is_loaded() -> None:
             keys = overrides_of(search, plan.candidate.keys)
             loaded = load_config([*WORDS, "max_staleness=1", *keys])
             assert loaded == plan.candidate.config(search.base)
+
+
+def test_plans_offload_only_where_weights_do_not_fit_otherwise() -> None:
+    search = search_of(load_config([*WORDS[:1], "model.path=Qwen/Qwen3-8B", *WORDS[2:]]), "1x8:h100", "1000")
+    assert [plan.config.trainer.offload for plan in search.best()] == [False] * len(search.best())
+
+
+def test_no_plan_names_a_package_that_is_not_installed() -> None:
+    for plan in searched("2x8:h100", "max_staleness=1").plans:
+        check_packages(plan.config)
+        assert "model.attention" not in dict(plan.candidate.keys)
+
+
+@pytest.mark.parametrize(("word", "package"), [
+    ("model.attention=flash_attention_2", "flash-attn"), ("trainer.liger=true", "liger-kernel"),
+])  # fmt: skip
+def test_kernels_that_are_not_installed_are_refused_before_a_run(
+    word: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config([*WORDS, word])
+    found = {one.name: one for one in checks(config, dataflow_of(config), [])}["packages"]
+    monkeypatch.setattr(prerequisites, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"{word} needs the package {package}, which is not installed here"):
+        found.look()
+    monkeypatch.setattr(prerequisites, "find_spec", lambda name: object())
+    assert found.look() == package
 
 
 def test_ranks_go_to_one_kind_and_engines_to_what_is_left() -> None:
