@@ -5,6 +5,7 @@ products      forward 2 P a token, backward twice that, forward again where laye
 adapters      read and write what goes into and out of each linear layer
 collectives   weights gathered for each micro-batch and gradients reduced (FSDP2), hidden states (tensor parallel),
               q, k, v and results (Ulysses)
+offload       copies a rank's shard to the GPU for each pass over a micro-batch, and its gradients back
 optimizer     reads and writes master weights, gradients and moments once
 launches      a layer of a micro-batch takes some time however small it is, more of it a mixture of experts
 """
@@ -17,6 +18,7 @@ from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.planning.costs.decoding import active_parameters
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
 from penstock.orchestrator.planning.hardware import GpuKind
+from penstock.workers.weights.publication.timing import BUSES
 
 MASTER_BYTES = 4
 OPTIMIZER_BYTES = 28
@@ -42,7 +44,8 @@ class Rank:
         split one."""
         num_batches = self._num_microbatches(lengths)
         computed = self._computed_s(lengths) + self._adapted_s(sum(lengths)) + num_batches * self._launched_s
-        moved = num_batches * self._gathered_s() + self._split_s(sum(lengths))
+        copies = 2 if self.config.lora.rank else 3  # forward, backward, gradients
+        moved = num_batches * (self._gathered_s() + self._offloaded_s(copies)) + self._split_s(sum(lengths))
         hidden = min(computed, moved) * self.efficiencies.overlap
         steps = self.config.num_minibatches * self._optimizer_s()
         seconds = computed + moved - hidden + steps + self.efficiencies.update_s
@@ -50,7 +53,8 @@ class Rank:
 
     def score_s(self, lengths: Sequence[int]) -> float:
         """Seconds of a forward pass alone: a reference's, or old log-probabilities."""
-        return self._products_s(lengths, 1) + self._num_microbatches(lengths) * self._launched_s / 3
+        each = self._launched_s / 3 + self._offloaded_s(1)
+        return self._products_s(lengths, 1) + self._num_microbatches(lengths) * each
 
     @property
     def _parts(self) -> int:
@@ -113,6 +117,17 @@ class Rank:
         link = self.kind.link if within else min(self.kind.link, self.kind.network)
         return sent * (shards - 1) / shards / (link * self.efficiencies.link)
 
+    def _offloaded_s(self, copies: int) -> float:
+        """Seconds in which so many copies of the rank's shard, in float32, go over the bus to the host."""
+        if not self.config.offload:
+            return 0.0
+        return copies * self._own_parameters * MASTER_BYTES / BUSES[self.kind.bus]
+
+    @property
+    def _own_parameters(self) -> float:
+        """Parameters of a rank's shard."""
+        return self.shape.num_parameters / self.config.tensor_parallel_size / self._shards
+
     def _split_s(self, tokens: int) -> float:
         """Seconds of the collectives of ranks that split rows: all-reduces of hidden states for tensor parallelism,
         all-to-alls of q, k, v and results for sequence parallelism; forward, backward, and once more where layers are
@@ -131,7 +146,6 @@ class Rank:
     def _optimizer_s(self) -> float:
         if self.config.lora.rank:
             return 0.0
-        own = self.shape.num_parameters / self.config.tensor_parallel_size / self._shards
         if self.config.offload:
-            return own * OPTIMIZER_BYTES / self.efficiencies.host_optimizer
-        return own * OPTIMIZER_BYTES / (self.kind.bandwidth * self.efficiencies.bandwidth)
+            return self._own_parameters * OPTIMIZER_BYTES / self.efficiencies.host_optimizer
+        return self._own_parameters * OPTIMIZER_BYTES / (self.kind.bandwidth * self.efficiencies.bandwidth)

@@ -79,6 +79,23 @@ def test_an_update_takes_what_its_products_take() -> None:
     assert lora == pytest.approx(3 * products + 3 * scores + adapters)
 
 
+@pytest.mark.parametrize(("lora", "copies"), [(0, 3), (16, 2)])
+def test_what_is_offloaded_is_copied_for_each_pass_of_each_micro_batch(lora: int, copies: int) -> None:
+    """Two micro-batches: weights in float32 over a bus of 50 GB/s forward and backward, gradients back; nothing is
+    hidden. The optimizer of full training runs on the host."""
+    shape, factors = shape_of("Qwen/Qwen3-8B"), replace(FACTORS, overlap=0.0)
+    kept = TrainerConfig(
+        dtype="bfloat16", activation_checkpointing=True, num_gpus_per_rank=1, max_tokens_per_microbatch=4096,
+        lora=LoraConfig(rank=lora),
+    )  # fmt: skip
+    offloaded, rows = replace(kept, offload=True), [4096] * 2
+    on_gpu, on_host = (Rank(shape, H100, factors, config) for config in (kept, offloaded))
+    optimizer = 0.0 if lora else 28 * (1 / 25e9 - 1 / (H100.bandwidth * factors.bandwidth))
+    more = shape.num_parameters * (2 * copies * 4 / 50e9 + optimizer)
+    assert on_host.update_s(rows) - on_gpu.update_s(rows) == pytest.approx(more)
+    assert on_host.score_s(rows) - on_gpu.score_s(rows) == pytest.approx(2 * shape.num_parameters * 4 / 50e9)
+
+
 def test_experts_attain_less_than_other_products() -> None:
     """Qwen3-30B-A3B: of each of 48 layers a token takes 8 experts of three matrices of 2,048 x 768, each with a
     row of the router."""
