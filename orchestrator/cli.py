@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from penstock.conf.errors import ConfigError, PenstockError
+from penstock.conf.secret import Secret, hide_in, reveal
 from penstock.orchestrator.cli_parser import Functions, make_parser
 from penstock.orchestrator.signals import heed_end
 
@@ -113,12 +114,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     _begin("starting the server: its address follows once engines and ranks are there")
     from rich.console import Console
 
-    from penstock.orchestrator.serve.command import given_key, serve
+    from penstock.orchestrator.serve.command import serve
 
     given = {name: getattr(arguments, name) for name in ("host", "port") if getattr(arguments, name) is not None}
     console = Console()
     serve(
-        replace(config, serve=replace(config.serve, **given)), arguments.key or given_key(arguments.key_file),
+        replace(config, serve=replace(config.serve, **given)), key_of(arguments, "TINKER_API_KEY"),
         lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
     )  # fmt: skip
     return 0
@@ -162,8 +163,18 @@ def _ui(arguments: argparse.Namespace) -> int:
 
     from penstock.orchestrator.observability.ui.server.app import serve
 
-    serve(arguments.runs, Console(), arguments.host, arguments.port, arguments.key)
+    serve(arguments.runs, Console(), arguments.host, arguments.port, key_of(arguments, "PENSTOCK_UI_KEY") or None)
     return 0
+
+
+def key_of(arguments: argparse.Namespace, variable: str) -> str:
+    """The key of a command: in a file, or in a variable, which no process that this one starts sees; empty: none is
+    given."""
+    given = os.environ.pop(variable, "")
+    if arguments.key:
+        _stderr("[yellow]--key[/]", f"ps shows it to everyone on this machine. Use --key-file FILE, or {variable}.")
+        return str(arguments.key)
+    return str(reveal(Secret.read(f"file:{arguments.key_file}", "--key-file"))) if arguments.key_file else given
 
 
 def _grafana(arguments: argparse.Namespace) -> int:
@@ -244,7 +255,7 @@ def _report_error(error: PenstockError) -> int:
         raise error
     # An error that crossed Ray carries the remote traceback in its text and the error itself as `cause`.
     cause = getattr(error, "cause", None)
-    _stderr(f"[bold red]{_kind(error)}[/]", str(cause if isinstance(cause, PenstockError) else error))
+    _stderr(f"[bold red]{_kind(error)}[/]", hide_in(str(cause if isinstance(cause, PenstockError) else error)))
     return error.exit_code
 
 

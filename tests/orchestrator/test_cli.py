@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import os
 import pickle
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError, WorkerDied
 from penstock.orchestrator import cli
+from penstock.orchestrator.cli_parser import make_parser
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.signals import ENDING
 
@@ -268,3 +270,28 @@ def test_errors_survive_pickling() -> None:
         importlib.import_module(f"penstock.{module}")
     for cls in PenstockError.__subclasses__():
         assert str(pickle.loads(pickle.dumps(cls("what was wrong")))) == "what was wrong"
+
+
+KEYS = {"serve": "TINKER_API_KEY", "ui": "PENSTOCK_UI_KEY"}
+
+
+@pytest.mark.parametrize("command", KEYS)
+def test_a_key_comes_from_a_file_or_a_variable_that_no_other_process_sees(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def key_of(*words: str) -> str:
+        monkeypatch.setenv(KEYS[command], "tml-environment")
+        found = cli.key_of(make_parser(cli.COMMANDS).parse_args([command, *words]), KEYS[command])
+        assert KEYS[command] not in os.environ
+        return found
+
+    (tmp_path / "key").write_text("tml-file\n")
+    assert key_of() == "tml-environment"
+    assert key_of("--key-file", str(tmp_path / "key")) == "tml-file"
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ConfigError, match=r"--key-file=file:.*/none: cannot be read"):
+        key_of("--key-file", str(tmp_path / "none"))
+    assert key_of("--key", "tml-word") == "tml-word"
+    told = capsys.readouterr().err
+    assert f"Use --key-file FILE, or {KEYS[command]}" in told
+    assert "tml-word" not in told
