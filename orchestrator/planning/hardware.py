@@ -7,7 +7,6 @@ A kind that is not here, or one of another make, is a YAML file in its place: `2
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -112,11 +111,5 @@ def _read(file: Path) -> GpuKind:
         if not 0 < getattr(kind, name) < math.inf:
             raise ConfigError(f"{file}: {name}={values[name]} is not a number above 0.")
     if kind.bus not in BUSES:
-        raise ConfigError(
-            f"{file}: bus={kind.bus!r} is not known{suggest(str(kind.bus), list(BUSES))}: {_quoted(BUSES)}."
-        )
+        raise ConfigError(f"{file}: bus={kind.bus!r} is not known. Write one of {', '.join(map(repr, BUSES))}.")
     return kind
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return " or ".join(f"{name!r}" for name in names)
