@@ -12,8 +12,9 @@ from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.memory.known import ACCELERATOR, shapes_of
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.memory.run_memory import GIB
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
-from penstock.orchestrator.planning.hardware import KINDS, Nodes, parse_cluster
+from penstock.orchestrator.planning.hardware import KINDS, GpuKind, Nodes, parse_cluster
 from penstock.orchestrator.planning.known_models import known_shape
 from penstock.orchestrator.planning.lengths import SIGMA, Lengths
 from penstock.orchestrator.planning.search import Search
@@ -71,7 +72,7 @@ def hours_of(text: str) -> float:
 
 def kinds_of(nodes: Sequence[Node]) -> tuple[Nodes, ...]:
     """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. Raises `ResourceError`."""
-    by_label = {kind.ray_name: kind for kind in KINDS.values()}
+    by_label = {kind.ray_name or kind.name: kind for kind in KINDS.values()} | {"A100-80G": KINDS["a100"]}
     counts: dict[tuple[str, int], int] = {}
     for node in nodes:
         if node.gpus:
@@ -99,10 +100,19 @@ def nodes_here() -> Sequence[Node]:
 
     if not torch.cuda.is_available():
         return ()
-    name = torch.cuda.get_device_name(0).lower()
-    labels = [kind.ray_name for kind in KINDS.values() if kind.name in name.replace(" ", "")]
-    label = {ACCELERATOR: max(labels, key=len)} if labels else {}
+    kind = kind_called(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB)
+    label = {ACCELERATOR: kind.ray_name or kind.name} if kind is not None else {}
     return [Node("here", "here", "127.0.0.1", gpus=torch.cuda.device_count(), labels=label)]
+
+
+def kind_called(name: str, memory_gib: float) -> GpuKind | None:
+    """The kind of a GPU by its driver's name for it, as in `NVIDIA A100-SXM4-40GB`; None: it is none of those known. Of
+    kinds with equal names it is the one whose memory is nearest."""
+    words = name.lower().replace(" ", "").replace("-", "")
+    named = {kind: kind.name.partition("-4")[0].replace("-", "") for kind in KINDS.values()}
+    most = max((len(own) for own in named.values() if own in words), default=0)
+    found = [kind for kind, own in named.items() if own in words and len(own) == most]
+    return min(found, key=lambda kind: abs(kind.memory_gib - memory_gib), default=None)
 
 
 def overrides_of(search: Search, keys: Sequence[tuple[str, object]]) -> list[str]:

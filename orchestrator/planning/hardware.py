@@ -7,6 +7,7 @@ A kind that is not here, or one of another make, is a YAML file in its place: `2
 """
 
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -41,17 +42,35 @@ KINDS = {
     kind.name: kind
     for kind in (
         GpuKind("a100", 312e12, 2.039e12, 79.1, 300e9, "PCIe 4 x16", 25e9, "A100"),
+        GpuKind("a100-40gb", 312e12, 1.555e12, 39.4, 300e9, "PCIe 4 x16", 25e9, "A100-40G"),
+        GpuKind("a10g", 70e12, 0.6e12, GPU_GIB["A10G"], 32e9, "PCIe 4 x16", 12.5e9, "A10G"),
+        GpuKind("a6000", 155e12, 0.768e12, 47.4, 32e9, "PCIe 4 x16", 12.5e9),
         GpuKind("b200", 2250e12, 8.0e12, GPU_GIB["B200"], 900e9, ray_name="B200"),
+        GpuKind("b300", 2250e12, 8.0e12, GPU_GIB["B300"], 900e9, ray_name="B300"),
         GpuKind("gb200", 2450e12, 8.0e12, 184.0, 900e9, ray_name="GB200"),
         GpuKind("h100", 989e12, 3.35e12, GPU_GIB["H100"], 450e9, ray_name="H100"),
         GpuKind("h200", 989e12, 4.8e12, GPU_GIB["H200"], 450e9, ray_name="H200"),
         GpuKind("h20", 148e12, 4.0e12, GPU_GIB["H20"], 450e9, ray_name="H20"),
         GpuKind("h800", 989e12, 3.35e12, 79.1, 200e9, ray_name="H800"),
         GpuKind("l4", 121e12, 0.3e12, GPU_GIB["L4"], 32e9, "PCIe 4 x16", 12.5e9, "L4"),
+        GpuKind("l40", 181e12, 0.864e12, 44.4, 32e9, "PCIe 4 x16", 25e9),
         GpuKind("l40s", 362e12, 0.864e12, GPU_GIB["L40S"], 32e9, "PCIe 4 x16", 25e9, "L40S"),
+        GpuKind("rtx4090", 165e12, 1.008e12, 23.5, 32e9, "PCIe 4 x16", 12.5e9),
+        GpuKind("rtx5090", 209e12, 1.792e12, 31.3, 64e9, network=12.5e9),
+        GpuKind("rtx-pro-6000", 503e12, 1.597e12, GPU_GIB["RTX-PRO-6000"], 64e9, ray_name="RTX-PRO-6000"),
     )
 }
-"""Kinds by name. `network`: 400 Gbit/s a GPU, 200 with A100 and L40S, 100 with L4, as clouds sell them."""
+"""Kinds by name. `network`: 400 Gbit/s a GPU, 200 with A100, L40 and L40S, 100 with the smaller ones, as clouds sell
+them."""
+ALIASES = {"a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200", "rtx-a6000": "a6000",
+           "rtx6000-pro": "rtx-pro-6000"}  # fmt: skip
+"""Names of kinds that are known by another."""
+UNFIT = {
+    "v100": "it computes no bfloat16, with which plans are made",
+    "t4": "it computes no bfloat16, with which plans are made",
+    "mi300x": "the locked builds of torch and vLLM are those for CUDA",
+}
+"""Kinds that no plan is made for, and why."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +110,14 @@ def kind_of(name: str) -> GpuKind:
     """The kind of a name, or of a YAML file. Raises `ConfigError`."""
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name))
-    if name.lower() not in KINDS:
-        raise ConfigError(
-            f"GPU {name!r} is not known{suggest(name.lower(), list(KINDS))}: there are {', '.join(sorted(KINDS))}. "
-            f"Name a YAML file with its figures: {', '.join(one.name for one in fields(GpuKind))}."
-        )
-    return KINDS[name.lower()]
+    own = re.sub(r"^(nvidia-)?(geforce-)?|-(sxm|pcie)\d?(?=-|$)", "", name.lower().replace("_", "-").replace(" ", "-"))
+    own = ALIASES.get(own, own).replace("rtx-4090", "rtx4090").replace("rtx-5090", "rtx5090")
+    figures = f"Name a YAML file with its figures: {', '.join(one.name for one in fields(GpuKind))}."
+    if own in UNFIT:
+        raise ConfigError(f"GPU {name!r}: {UNFIT[own]}. {figures}")
+    if own not in KINDS:
+        raise ConfigError(f"GPU {name!r} is not known{suggest(own, list(KINDS))} {figures}")
+    return KINDS[own]
 
 
 def _read(file: Path) -> GpuKind:

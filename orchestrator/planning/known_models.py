@@ -1,5 +1,6 @@
 """Sizes of models that people plan with before they have them: facts of their config.json, by the hub's names."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,20 +31,43 @@ _SIZES: Mapping[str, tuple[Any, ...]] = {
     "Qwen/Qwen3-14B": ("qwen3", 40, 5120, 40, 8, 128, 17408, QWEN3_VOCABULARY, False),
     "Qwen/Qwen3-32B": ("qwen3", 64, 5120, 64, 8, 128, 25600, QWEN3_VOCABULARY, False),
     "Qwen/Qwen3-30B-A3B": ("qwen3_moe", 48, 2048, 32, 4, 128, 768, QWEN3_VOCABULARY, False),
+    "Qwen/Qwen3-235B-A22B": ("qwen3_moe", 94, 4096, 64, 4, 128, 1536, QWEN3_VOCABULARY, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, QWEN2_VOCABULARY, False),
     "meta-llama/Llama-3.1-8B": ("llama", 32, 4096, 32, 8, 128, 14336, LLAMA_VOCABULARY, False),
     "meta-llama/Llama-3.1-70B": ("llama", 80, 8192, 64, 8, 128, 28672, LLAMA_VOCABULARY, False),
+    "meta-llama/Llama-3.1-405B": ("llama", 126, 16384, 128, 8, 128, 53248, LLAMA_VOCABULARY, False),
     "meta-llama/Llama-3.2-1B": ("llama", 16, 2048, 32, 8, 64, 8192, LLAMA_VOCABULARY, True),
     "meta-llama/Llama-3.2-3B": ("llama", 28, 3072, 24, 8, 128, 8192, LLAMA_VOCABULARY, True),
+    "mistralai/Mistral-7B": ("mistral", 32, 4096, 32, 8, 128, 14336, 32768, False),
+    "mistralai/Mistral-Nemo": ("mistral", 40, 5120, 32, 8, 128, 14336, 131072, False),
+    "mistralai/Mistral-Small-24B": ("mistral", 40, 5120, 32, 8, 128, 32768, 131072, False),
+    "google/gemma-2-2b": ("llama", 26, 2304, 8, 4, 256, 9216, 256000, True),
+    "google/gemma-2-9b": ("llama", 42, 3584, 16, 8, 256, 14336, 256000, True),
+    "google/gemma-2-27b": ("llama", 46, 4608, 32, 16, 128, 36864, 256000, True),
+    "google/gemma-3-1b": ("llama", 26, 1152, 4, 1, 256, 6912, 262144, True),
+    "google/gemma-3-4b": ("llama", 34, 2560, 8, 4, 256, 10240, 262208, True),
+    "google/gemma-3-12b": ("llama", 48, 3840, 16, 8, 256, 15360, 262208, True),
+    "google/gemma-3-27b": ("llama", 62, 5376, 32, 16, 128, 21504, 262208, True),
 }
-ENDINGS = ("-Instruct", "-Base", "-Instruct-2507", "-Thinking-2507")
-"""Ends of names that change no size."""
+"""Gemma's layers have two more norms than Llama's, a ten-thousandth of their parameters. Of models that see, except
+Qwen2.5-VL, it is the text."""
+_BY_NAME = {name.rpartition("/")[2].lower(): sizes for name, sizes in _SIZES.items()}
+NO_SIZE = re.compile(r"-(instruct|base|thinking|chat|it|pt|v0\.\d|2[45]\d\d)(?=-|$)")
+"""Parts of names that change no size."""
+LIKE = (
+    (r"^qwen2\.5-(math|coder)-", "qwen2.5-"), (r"^qwen2-(?!vl)", "qwen2.5-"), (r"^qwen3-coder-", "qwen3-"),
+    (r"^(meta-)?llama-3(\.[13])?-", "llama-3.1-"), (r"^deepseek-r1-distill-llama-", "llama-3.1-"),
+    (r"^deepseek-r1-distill-qwen-(?!1\.5b)", "qwen2.5-"),
+)  # fmt: skip
+"""Beginnings of names of models that have the sizes of others."""
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """Sizes of a model of the hub; None for one that is not known here."""
-    for ending in ENDINGS:
-        name = name.removesuffix(ending)
-    sizes = _SIZES.get(name.replace("Qwen2.5-Math", "Qwen2.5"))
+    """Sizes of a model of the hub, by the last part of its name; None for one that is not known here."""
+    name = NO_SIZE.sub("", name.rpartition("/")[2].lower())
+    for pattern, other in LIKE:
+        name = re.sub(pattern, other, name)
+    sizes = _BY_NAME.get(name)
     if sizes is None:
         return None
     kind, layers, hidden, heads, kv_heads, head_dim, width, vocabulary, is_tied = sizes
@@ -51,7 +75,7 @@ def known_shape(name: str) -> ModelShape | None:
         "model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": width,
         "moe_intermediate_size": width, "vocab_size": vocabulary, "tie_word_embeddings": is_tied,
-        "max_position_embeddings": 131072 if kind == "llama" else 32768,
+        "max_position_embeddings": 32768 if kind.startswith("qwen") else 131072,
     }  # fmt: skip
     if kind == "qwen2_5_vl":
         values["vision_config"] = TOWER | {"out_hidden_size": hidden}

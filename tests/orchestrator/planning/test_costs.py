@@ -42,7 +42,16 @@ def test_a_decode_step_takes_what_was_measured(name: str, parts: int, millisecon
 @pytest.mark.parametrize(("name", "billions"), [
     ("Qwen/Qwen2.5-7B-Instruct", 7.6), ("Qwen/Qwen3-0.6B", 0.6), ("Qwen/Qwen3-32B", 32.8), ("Qwen/Qwen2.5-72B", 72.7),
     ("meta-llama/Llama-3.2-1B-Instruct", 1.24), ("Qwen/Qwen2.5-VL-3B-Instruct", 3.75),
-    ("Qwen/Qwen2.5-VL-7B-Instruct", 8.29),
+    ("Qwen/Qwen2.5-VL-7B-Instruct", 8.29), ("Qwen/Qwen3-235B-A22B-Instruct-2507", 235.1),
+    ("meta-llama/Llama-3.3-70B-Instruct", 70.6), ("meta-llama/Meta-Llama-3.1-8B-Instruct", 8.03),
+    ("meta-llama/Llama-3.1-405B", 405.9), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78),
+    ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32.8), ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.03),
+    ("Qwen/Qwen2.5-Coder-14B-Instruct", 14.8), ("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5), ("Qwen/Qwen2-7B", 7.6),
+    ("mistralai/Mistral-7B-Instruct-v0.3", 7.25), ("mistralai/Mistral-Nemo-Instruct-2407", 12.2),
+    ("mistralai/Mistral-Small-24B-Instruct-2501", 23.6), ("google/gemma-2-9b-it", 9.24), ("google/gemma-2-27b", 27.2),
+    ("google/gemma-2-2b-it", 2.61), ("google/gemma-3-1b-it", 1.0), ("google/gemma-3-27b-it", 27.0),
+    ("google/gemma-3-4b-it", 3.88), ("google/gemma-3-12b-pt", 11.8), ("unsloth/Qwen3-8B", 8.2),
+    ("qwen2.5-7b-instruct", 7.6),
 ])  # fmt: skip
 def test_models_that_are_known_by_name_have_their_size(name: str, billions: float) -> None:
     assert shape_of(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)

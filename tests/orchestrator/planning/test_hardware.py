@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
+from penstock.orchestrator.planning.asked import kind_called
 from penstock.orchestrator.planning.hardware import KINDS, GpuKind, kind_of, parse_cluster
 from penstock.workers.weights.publication.timing import BUSES
 
@@ -25,6 +26,35 @@ def test_what_describes_no_nodes_is_refused_with_an_example(text: str) -> None:
 def test_an_unknown_kind_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"'h10' is not known.*h100.*YAML file"):
         kind_of("h10")
+
+
+@pytest.mark.parametrize(("name", "kind", "gib"), [
+    ("rtx4090", "rtx4090", 23.5), ("RTX_5090", "rtx5090", 31.3), ("a100-40gb", "a100-40gb", 39.4),
+    ("a100-80gb", "a100", 79.1), ("A100-SXM4-80GB", "a100", 79.1), ("h100-80gb", "h100", 79.1), ("l40", "l40", 44.4),
+    ("h100_sxm", "h100", 79.1), ("a10g", "a10g", 22.1), ("a6000", "a6000", 47.4), ("nvidia-rtx-a6000", "a6000", 47.4),
+    ("NVIDIA GeForce RTX 4090", "rtx4090", 23.5),
+])  # fmt: skip
+def test_kinds_have_the_names_that_people_write(name: str, kind: str, gib: float) -> None:
+    found = kind_of(name)
+    assert (found.name, found.memory_gib) == (kind, gib)
+
+
+@pytest.mark.parametrize(("name", "why"), [("v100", "bfloat16"), ("T4", "bfloat16"), ("mi300x", "CUDA")])
+def test_a_kind_that_no_plan_is_for_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*{why}.*YAML file"):
+        kind_of(name)
+
+
+@pytest.mark.parametrize(("name", "gib", "kind"), [
+    ("NVIDIA A100-SXM4-40GB", 39.5, "a100-40gb"), ("NVIDIA A100-SXM4-80GB", 79.2, "a100"),
+    ("NVIDIA L40S", 44.5, "l40s"),
+    ("NVIDIA L4", 22.0, "l4"), ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"), ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+    ("NVIDIA RTX A6000", 47.5, "a6000"), ("NVIDIA GB200", 184.0, "gb200"), ("NVIDIA H200", 139.8, "h200"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, "rtx-pro-6000"), ("Tesla K80", 11.0, None),
+])  # fmt: skip
+def test_a_kind_is_known_by_its_drivers_name(name: str, gib: float, kind: str | None) -> None:
+    found = kind_called(name, gib)
+    assert (found and found.name) == kind
 
 
 def test_a_kind_of_ones_own_is_a_file(tmp_path: Path) -> None:
