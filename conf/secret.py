@@ -68,27 +68,23 @@ class Secret(str):
 
 def reveal(value: Any) -> Any:
     """The value with each secret in it as it is."""
-    match value:
-        case Secret():
-            return value._value
-        case dict():
-            return {name: reveal(one) for name, one in value.items()}
-        case list() | tuple():
-            return type(value)(map(reveal, value))
-    return value
+    if isinstance(value, Secret):
+        return value._value
+    if isinstance(value, dict):
+        return {name: reveal(one) for name, one in value.items()}
+    return type(value)(map(reveal, value)) if type(value) in (list, tuple) else value
 
 
 def hide(value: Any, name: str) -> Any:
     """The value of a setting with each secret in it as a `Secret`: one by its dotted `name`, or a URL with one in it.
     Raises `ConfigError`."""
-    match value:
-        case Secret() | bool() | None:
-            return value
-        case dict():
-            return {key: hide(one, f"{name}.{key}") for key, one in value.items()}
-        case list() | tuple():
-            return type(value)(hide(one, name) for one in value)
-    if _NAME.search(name) and value != "":
+    if isinstance(value, dict):
+        return {key: hide(one, f"{name}.{key}") for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(hide(one, name) for one in value)
+    if type(value) not in (str, int, float) or value == "":  # a `Secret` already, or nothing that could be one
+        return value
+    if _NAME.search(name):
         return Secret.read(value, name)
     return hide_url(value) if isinstance(value, str) else value
 

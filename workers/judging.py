@@ -15,6 +15,7 @@ from typing import Any
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import DataError
 from penstock.conf.reward import JudgeConfig
+from penstock.conf.secret import reveal
 from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
@@ -42,7 +43,8 @@ class JudgeSpec:
     """`reward.with_thinking`."""
 
     def make(self) -> "JudgePool":
-        return JudgePool(self, **{name: value for name, value in self.options.items() if name not in ("url", "key")})
+        options = {name: reveal(value) for name, value in self.options.items() if name not in ("url", "key")}
+        return JudgePool(self, **options)
 
 
 class JudgePool:

@@ -15,6 +15,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from penstock.conf.secret import hide_in
+
 TRIED_AGAIN = "It is lost, and the next is tried."
 MAX_WAITING = 10_000
 """Most records of one file that are kept in memory, tens of MiB; beyond that the oldest is lost."""
@@ -75,7 +77,7 @@ class FailedWrites:
             is_first = kind not in self._failing
             self._failing.add(kind)
         if is_first:
-            self.tell(f"{kind}: cannot be written: {error}. {advice}")
+            self.tell(hide_in(f"{kind}: cannot be written: {error}. {advice}"))
             self._note(kind, error)
 
     def works(self, kind: str) -> None:

@@ -21,6 +21,7 @@ from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.conf.tracking import MlflowConfig, TrackingConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory, to_yaml
+from penstock.workers.environments.environment import make_environment
 
 VALUE = "s3cr3t-value"
 
@@ -145,6 +146,19 @@ def test_a_run_leaves_none_and_its_words_bring_it_to_the_resumed_one(tmp_path: P
     assert reveal(again.serve.tenants["alice"].key) == hash_of(f"tml-{VALUE}")
     (word,) = with_sub_runs.warm_start.overrides
     assert reveal(load_config(["recipe=arithmetic", word]).reward.options["api_key"]) == VALUE
+
+
+def test_an_environment_of_ones_own_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    def __init__(self, **given): self.given = given\n    async def run(self, task, ctx): ...\n"
+    )
+    monkeypatch.setenv("A_KEY", VALUE)
+    words = [f"environment.name={tmp_path}/mine.py:Mine", "data.source=environment"]
+    options = f"environment.options={{api_key: {VALUE}, token: 'env:A_KEY', url: 'http://me:{VALUE}@tools'}}"
+    config = load_config(["recipe=arithmetic", *words, options])
+    given = make_environment(config.environment).given
+    assert given == {"api_key": VALUE, "token": VALUE, "url": f"http://me:{VALUE}@tools"}
+    assert VALUE not in repr(config)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
+from penstock.conf.secret import hide_in
 from penstock.orchestrator.observability.reporting.closing import cards_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
@@ -66,7 +67,7 @@ class End:
             return cls(TAKEN_OVER)
         is_interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
         state = FINISHED if error is None else INTERRUPTED if is_interrupted else FAILED
-        text = "" if error is None or is_interrupted else f"{type(error).__name__}: {error}"
+        text = "" if error is None or is_interrupted else hide_in(f"{type(error).__name__}: {error}")
         return cls(state, text, _cards(directory))
 
     def facts(self) -> dict[str, str]:
