@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from penstock.algorithms.catalogue import dataflow_of
@@ -23,6 +24,14 @@ USUAL_SHARE = 0.4
 """Mean length where nobody says, as a share of rollout.sampling.max_tokens."""
 USUAL_PROMPT = 150
 """Tokens of a prompt where nobody says."""
+UNCOUNTED = (
+    "trainer.engine", "trainer.compile", "trainer.liger", "trainer.activation_offload", "trainer.replay.share",
+    "trainer.packing", "trainer.share_prefixes", "rollout.router_replay", "rollout.max_pictures", "environment.name",
+    "weights.transport",
+)  # fmt: skip
+"""Keys that change the seconds of a run, which the cost model leaves out. The only option of an engine that it knows is
+the width of its cache."""
+CACHE_WIDTH = "kv_cache_dtype"
 
 
 def search_of(config: RunConfig, cluster: str | None, lengths: str | None, nodes: Sequence[Node] = ()) -> Search:
@@ -60,6 +69,15 @@ def lengths_of(config: RunConfig, text: str | None) -> Lengths:
             f"--lengths {text!r}: write the mean number of tokens of a response, as in 900, or with the spread of its "
             "logarithm, as in 900:0.8."
         ) from None
+
+
+def not_counted(config: RunConfig) -> list[str]:
+    """Keys that the run sets and whose seconds no plan counts, as on the command line."""
+    usual = RunConfig()
+    keys = [(key, of(config)) for key in UNCOUNTED if (of := attrgetter(key))(config) != of(usual)]
+    options = {key: value for key, value in config.rollout.engine_options.items() if key != CACHE_WIDTH}
+    keys += [(f"rollout.engine_options.{key}", value) for key, value in options.items()]
+    return [f"{key}={_text(value)}" for key, value in keys]
 
 
 def hours_of(text: str) -> float:

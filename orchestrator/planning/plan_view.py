@@ -15,7 +15,14 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.run_memory import GIB
-from penstock.orchestrator.planning.asked import hours_of, nodes_here, overrides_of, search_of, write_overrides
+from penstock.orchestrator.planning.asked import (
+    hours_of,
+    nodes_here,
+    not_counted,
+    overrides_of,
+    search_of,
+    write_overrides,
+)
 from penstock.orchestrator.planning.calibration import calibrated, read_pilot
 from penstock.orchestrator.planning.costs.decoding import Engine, told_kernels
 from penstock.orchestrator.planning.played import best_classes
@@ -110,6 +117,8 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
         "The first plans were played by the simulator. Other seconds come from rates on paper and usual shares of "
         "them: ratios are truer (docs/planning.md)."
     )
+    if keys := not_counted(search.base):
+        say(f"Not counted: {', '.join(keys)}. Their seconds are not in the cost model; --probe measures them.")
     chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
     say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
     return chosen

@@ -19,7 +19,7 @@ from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
 from penstock.orchestrator.configuration.memory.known import ACCELERATOR, gpu_bytes
 from penstock.orchestrator.configuration.memory.run_memory import RunMemory
 from penstock.orchestrator.planning.asked import overrides_of, search_of
-from penstock.orchestrator.planning.hardware import KINDS, Nodes
+from penstock.orchestrator.planning.hardware import KINDS, GpuKind, Nodes
 from penstock.orchestrator.planning.search import Plan, Search
 from tests.amounts import amount
 from tests.orchestrator.cluster.placement.clusters import node
@@ -77,12 +77,17 @@ def test_more_of_a_resource_never_makes_the_best_plan_slower(run: tuple[str, ...
         assert search_on(run, more_of(nodes)[what]).plans[0].step_s <= before[0].step_s * 1.001
 
 
+def label_of(kind: GpuKind) -> str:
+    """Label of a node with GPUs of a kind: Ray's own, or one that its owner gives it."""
+    return kind.ray_name or kind.name
+
+
 def machines(cluster: Sequence[Nodes]) -> list[Node]:
     """A driver's node without GPUs, and the nodes of a cluster."""
     found = [node(0)]
     for nodes in cluster:
         for _ in range(nodes.count):
-            labels = {ACCELERATOR: nodes.kind.ray_name}
+            labels = {ACCELERATOR: label_of(nodes.kind)}
             found.append(node(len(found), CPUS_PER_GPU * nodes.gpus, nodes.gpus, **labels))
     return found
 
@@ -94,9 +99,9 @@ def check_starts(run: tuple[str, ...], search: Search, plan: Plan) -> None:
     actors = plan_actors(search.flow, config)
     on = assign(actors, nodes, config).node_of
     kinds = Counter(on[actor.name].labels[ACCELERATOR] for actor in actors if actor.role == "rollout")
-    assert kinds == Counter({kind.ray_name: count for kind, count in plan.candidate.engines})
+    assert kinds == Counter({label_of(kind): count for kind, count in plan.candidate.engines})
     ranks = {on[actor.name].labels[ACCELERATOR] for actor in actors if actor.role in ("trainer", "scorer")}
-    assert ranks == {plan.candidate.ranks.ray_name}
+    assert ranks == {label_of(plan.candidate.ranks)}
     memory = with_chosen(RunMemory(config, search.flow, search.shapes, gpu_bytes(config, nodes, actors)))
     memory.check()
     assert memory.peaks() == pytest.approx(plan.memory.peaks())

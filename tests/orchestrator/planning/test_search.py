@@ -17,7 +17,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.validate import checks
 from penstock.orchestrator.planning import asked
-from penstock.orchestrator.planning.asked import hours_of, kinds_of, lengths_of, overrides_of, search_of
+from penstock.orchestrator.planning.asked import hours_of, kinds_of, lengths_of, not_counted, overrides_of, search_of
 from penstock.orchestrator.planning.candidates import with_keys
 from penstock.orchestrator.planning.plan_view import with_plan
 from penstock.orchestrator.planning.search import Search, another_class, cheapest, plan_of
@@ -151,6 +151,16 @@ def test_what_is_asked_wrongly_is_refused_by_name() -> None:
         hours_of("12")
     with pytest.raises(ConfigError, match=r"config\.json"):
         search_of(load_config([*WORDS[:1], "model.path=someone/else"]), "1x8:h100", None)
+
+
+def test_keys_that_no_plan_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trainer.compile=true", "trainer.activation_offload=true", "+rollout.engine_options.quantization=fp8",
+             "+rollout.engine_options.kv_cache_dtype=fp8"]  # fmt: skip
+    assert not_counted(load_config([*WORDS])) == []
+    told = ["trainer.compile=true", "trainer.activation_offload=true", "rollout.engine_options.quantization=fp8"]
+    assert not_counted(load_config([*WORDS, *words])) == told
+    assert main(["plan", *WORDS, *words, "--cluster", "1x2:h100", "--lengths", "1000"]) == 0
+    assert f"Not counted: {', '.join(told)}." in capsys.readouterr().out
 
 
 def test_keys_change_what_they_name_and_nothing_else() -> None:
