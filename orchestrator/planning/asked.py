@@ -1,6 +1,7 @@
 """What `penstock plan` is asked, as a search: the run, the cluster, the lengths of responses."""
 
 import json
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -91,23 +92,22 @@ def hours_of(text: str) -> float:
 def kinds_of(nodes: Sequence[Node]) -> tuple[Nodes, ...]:
     """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. Raises `ResourceError`."""
     by_label = {kind.ray_name or kind.name: kind for kind in KINDS.values()} | {"A100-80G": KINDS["a100"]}
-    counts: dict[tuple[str, int], int] = {}
+    hosts: dict[tuple[str, int], list[float]] = {}
     for node in nodes:
         if node.gpus:
-            label = node.labels.get(ACCELERATOR, "")
-            counts[label, int(node.gpus)] = counts.get((label, int(node.gpus)), 0) + 1
-    if not counts:
+            hosts.setdefault((node.labels.get(ACCELERATOR, ""), int(node.gpus)), []).append(node.memory or math.inf)
+    if not hosts:
         raise ResourceError(
             "A plan is about GPUs, and none is known: no cluster answers at RAY_ADDRESS, or its nodes have none. "
             "Describe one: --cluster 2x8:h100. For the cores of this machine give a run of ten steps here: --from RUN."
         )
-    for label, _ in counts:
+    for label, _ in hosts:
         if label not in by_label:
             raise ResourceError(
                 f"A node has GPUs that are not known here ({ACCELERATOR}={label or 'not set'}). Describe the cluster: "
                 f"--cluster NxG:KIND, where KIND is {', '.join(sorted(KINDS))} or a YAML file."
             )
-    return tuple(Nodes(count, gpus, by_label[label]) for (label, gpus), count in counts.items())
+    return tuple(Nodes(len(each), gpus, by_label[label], min(each)) for (label, gpus), each in hosts.items())
 
 
 def nodes_here() -> Sequence[Node]:

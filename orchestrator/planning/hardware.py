@@ -81,6 +81,8 @@ class Nodes:
     gpus: int
     """GPUs of each."""
     kind: GpuKind
+    host_bytes: float = math.inf
+    """Host memory of each; infinite where nobody says."""
 
     @property
     def num_gpus(self) -> int:

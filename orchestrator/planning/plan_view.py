@@ -14,6 +14,7 @@ from rich.table import Table
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.memory.run_memory import GIB
 from penstock.orchestrator.planning.asked import (
     hours_of,
@@ -32,7 +33,7 @@ from penstock.orchestrator.planning.simulation import machine
 from penstock.orchestrator.planning.steady import Estimate
 
 MOST_ROWS = 8
-WIDTH = 104
+WIDTH = 110
 """Columns of the output at least."""
 LIMITS = {
     "generation": "engines decide",
@@ -103,7 +104,11 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
         f"{lengths.mean:,.0f} tokens in the mean, {lengths.quantiles[-1]:,} at most; prompts of {lengths.prompt:,}."
     )
     console.print(table_of(classes[:most]))
-    console.print("* of 1,000 steps  ** of engines and of ranks, % of a step", style="dim", highlight=False)
+    console.print(
+        "* of 1,000 steps  ** of engines and of ranks, % of a step  GiB: of a GPU, and of the host of a node",
+        style="dim",
+        highlight=False,
+    )
     say(f"\nThe best is {described(best)}: {why(best)}. {_microbatches(best)}")
     for plan in classes[1:most]:
         say(f"  {described(plan)}: {lost(best, plan)}.")
@@ -142,13 +147,14 @@ def table_of(plans: Sequence[Plan]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("way", "engines", "ranks"):
         table.add_column(column, no_wrap=True)
-    for column in ("s/step", "tok/s", "GPU-h*", "GiB", "idle**"):
+    for column in ("s/step", "tok/s", "GPU-h*", "GiB", "host", "idle**"):
         table.add_column(column, justify="right", no_wrap=True)
     for plan in plans:
         peaks, found = plan.memory.peaks(), plan.found
         table.add_row(
             _way(plan), _engines(plan), _ranks(plan), f"{plan.step_s:.1f}",
             f"{found.tokens_per_s:,.0f}", f"{plan.gpu_hours:,.0f}", f"{max(peaks.values()) / GIB:.0f}",
+            f"{wanted_bytes(plan.host) / GIB:,.0f}",
             f"{100 * found.engines_idle:.0f} {100 * found.ranks_idle:.0f}",
         )  # fmt: skip
     return table

@@ -5,6 +5,7 @@
 A class is what a person would call another way: in turns or apart, how many steps off, GPUs of an engine.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,10 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.memory.auto_memory import MOST_TOKENS, with_chosen
+from penstock.orchestrator.configuration.memory.host_memory import HostPart, host_parts
+from penstock.orchestrator.configuration.memory.memory_view import check_host
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
 from penstock.orchestrator.planning.candidates import Candidate, candidates
@@ -56,6 +60,21 @@ class Plan:
     def gpu_hours(self) -> float:
         """GPU-hours of 1,000 steps."""
         return 1000 * self.step_s * self.candidate.num_gpus / 3600
+
+    @property
+    def host(self) -> list[HostPart]:
+        """Parts of the host memory of the node with the most ranks, largest first."""
+        config, gpus, scorers = (
+            self.config,
+            self.ranks.gpus_per_node,
+            sum(name.startswith("Scorer") for name in self.memory.ranks),
+        )
+        ranks = min(config.trainer.num_ranks, gpus if config.placement == "colocated" else gpus // (1 + scorers))
+        left = gpus if config.placement == "colocated" else gpus - ranks * (1 + scorers)
+        engines = min(config.rollout.num_workers, left // config.rollout.tensor_parallel_size)
+        counts = {"trainer": ranks, "scorer": ranks * scorers, "rollout": engines, "store": 1}
+        actors = [ActorPlan(role, role) for role, count in counts.items() for _ in range(count)]
+        return host_parts(self.memory, actors, self.ranks.num_nodes, is_own=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +153,10 @@ class Search:
             for kind, count in candidate.engines
         )
         work = self._workload(memory)
-        return Plan(candidate, memory, estimate(engines, ranks, work), engines, ranks, work)
+        plan = Plan(candidate, memory, estimate(engines, ranks, work), engines, ranks, work)
+        if (total := min(nodes.host_bytes for nodes in self.cluster)) < math.inf:
+            check_host(plan.host, total, "a node has")
+        return plan
 
     def memory(self, config: RunConfig, kind: GpuKind) -> RunMemory:
         """The memory of a configuration on GPUs of a kind, with what is `auto` chosen, whether it fits or not."""

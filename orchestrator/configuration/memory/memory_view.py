@@ -145,15 +145,7 @@ class MemoryView:
         if self.assignment is not None or needed(self.plan)[1] > count_local_gpus():
             return
         (_, parts), *_ = self._hosts()
-        wanted = [part for part in parts if part.place != CACHE and not part.is_optional]
-        total = psutil.virtual_memory().total
-        if _sum(wanted) > total:
-            largest = [part for part in wanted if part.key][:2]
-            raise ResourceError(
-                f"the run needs {_gib(_sum(wanted))} GiB of host memory, and this machine has {_gib(total)}: "
-                f"{' and '.join(f'{_gib(part.num_bytes)} for {part.name} ({part.key})' for part in largest)}. Change "
-                "these keys, or take a machine with more."
-            )
+        check_host(parts, psutil.virtual_memory().total, "this machine has")
 
 
 def settled(
@@ -171,6 +163,22 @@ def settled(
     if view.chosen:
         tell(f"memory: {' '.join(view.chosen)}, as fits a GPU of {_gib(view.memory.gpu_bytes or 0)} GiB")
     return view.memory.config
+
+
+def wanted_bytes(parts: Sequence[HostPart]) -> float:
+    """Bytes of host memory that a node cannot do without."""
+    return _sum([part for part in parts if part.place != CACHE and not part.is_optional])
+
+
+def check_host(parts: Sequence[HostPart], total: float, who_has: str) -> None:
+    """Raise `ResourceError` where a node could never hold what it cannot do without. `total`: bytes of its memory."""
+    if (wanted := wanted_bytes(parts)) > total:
+        largest = [part for part in parts if part.place != CACHE and not part.is_optional and part.key][:2]
+        raise ResourceError(
+            f"the run needs {_gib(wanted)} GiB of host memory, and {who_has} {_gib(total)}: "
+            f"{' and '.join(f'{_gib(part.num_bytes)} for {part.name} ({part.key})' for part in largest)}. Change "
+            "these keys, or take a machine with more."
+        )
 
 
 def with_memory(config: RunConfig, flow: Dataflow, plan: Sequence[ActorPlan], nodes: Sequence[Node]) -> list[ActorPlan]:

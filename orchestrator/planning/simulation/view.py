@@ -15,7 +15,7 @@ from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.memory.known import ACCELERATOR
-from penstock.orchestrator.planning.asked import lengths_of, search_of
+from penstock.orchestrator.planning.asked import lengths_of, not_counted, search_of
 from penstock.orchestrator.planning.calibration import Pilot, calibrated, read_pilot
 from penstock.orchestrator.planning.costs.decoding import told_kernels
 from penstock.orchestrator.planning.costs.processors import ProcessorDurations
@@ -99,6 +99,8 @@ def members_of(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> Memb
     memory = search.memory(config, ranks)
     of_kind = {kind: search.durations(memory, kind, ranks) for kind in {ranks, *engines}}
     told = told_kernels(of_kind[kind].engine for kind in dict.fromkeys(engines or [ranks]))
+    if keys := not_counted(config):
+        told += f"\nNot counted: {', '.join(keys)}."
     return Members(of_kind[ranks], [of_kind[kind] for kind in engines], told)
 
 

@@ -14,6 +14,7 @@ from penstock.orchestrator.cli import main
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration import prerequisites
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.validate import checks
 from penstock.orchestrator.planning import asked
@@ -104,6 +105,28 @@ def test_where_nothing_fits_it_says_what_would() -> None:
         plan_of(search)
 
 
+LARGE = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-72B", *WORDS[2:])
+
+
+def test_a_plan_says_what_it_takes_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of 72.7B parameters' weights and moments are offloaded, 12 bytes each."""
+    plan = plan_of(search_of(load_config([*LARGE]), "1x8:h100", "1000"))
+    assert plan.config.trainer.offload
+    assert wanted_bytes(plan.host) > 12 * 72.7e9
+    assert main(["plan", *LARGE, "--cluster", "1x8:h100", "--lengths", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "host" in said
+    assert f" {wanted_bytes(plan.host) / 2**30:,.0f} " in said
+
+
+def test_a_plan_that_the_host_has_no_room_for_is_none() -> None:
+    search = search_of(load_config([*LARGE]), "1x8:h100", "1000")
+    (nodes,) = search.cluster
+    small = replace(search, cluster=(replace(nodes, host_bytes=512 * 2**30),))
+    with pytest.raises(ResourceError, match=r"GiB of host memory, and a node has 512\.0"):
+        small.plan(plan_of(search).candidate)
+
+
 def test_the_cheapest_part_that_is_done_in_time_is_found() -> None:
     whole = searched("4x8:h100")
     hours = whole.plans[0].step_s * 200 / 3600
@@ -122,6 +145,8 @@ def test_the_next_better_class_is_named() -> None:
 
 def test_what_a_cluster_has_is_known_by_rays_labels() -> None:
     nodes = [Node(str(n), f"n{n}", f"10.0.0.{n}", 64, 8, {"ray.io/accelerator-type": "H100"}) for n in range(2)]
+    (held,) = kinds_of([replace(node, memory=size) for node, size in zip(nodes, (2e12, 1e12), strict=True)])
+    assert held.host_bytes == 1e12
     assert [str(one) for one in kinds_of([Node("d", "d", "10.0.0.9", 8), *nodes])] == ["2x8:h100"]
     with pytest.raises(ResourceError, match="--cluster 2x8:h100"):
         kinds_of([Node("d", "d", "10.0.0.9", 8)])
