@@ -173,6 +173,8 @@ def why(plan: Plan) -> str:
 
 def lost(best: Plan, plan: Plan) -> str:
     """Why a plan is slower than the best, in one line."""
+    if plan.step_s <= best.step_s:
+        return f"{plan.step_s / best.step_s:.2f}x the time: less of a gain than the cost model can tell"
     found, of_best = _parts(plan.found), _parts(best.found)
     if plan.found.limit == "turns" and best.found.limit != "turns":
         idle = f"{plan.found.engines_idle:.0%} of each step and ranks {plan.found.ranks_idle:.0%}"

@@ -5,7 +5,7 @@ from functools import partial
 
 from penstock.orchestrator.planning.candidates import with_keys
 from penstock.orchestrator.planning.lengths import Lengths
-from penstock.orchestrator.planning.search import Plan, Search, plan_of
+from penstock.orchestrator.planning.search import Plan, Search, ordinary_first, plan_of
 from penstock.orchestrator.planning.simulation.members import Samples
 from penstock.orchestrator.planning.simulation.result import Simulated
 from penstock.orchestrator.planning.simulation.simulation import Simulation
@@ -29,12 +29,12 @@ def played(plan: Plan, lengths: Lengths, steps: int = STEPS) -> Simulated:
 
 
 def best_classes(search: Search, num_played: int = PLAYED) -> list[Plan]:
-    """The best plan of each class, fastest first: of the first few as the simulator plays them, and the others as the
-    closed form has them. Raises `ResourceError` where nothing fits."""
+    """The best plan of each class, the best class first: of the first few as the simulator plays them, and the others
+    as the closed form has them. Raises `ResourceError` where nothing fits."""
     plan_of(search)
     classes = search.best()
     first = [with_seconds(plan, played(plan, search.lengths)) for plan in classes[:num_played]]
-    return sorted(first, key=lambda plan: plan.step_s) + classes[num_played:]
+    return ordinary_first(first) + classes[num_played:]
 
 
 def with_seconds(plan: Plan, found: Simulated) -> Plan:

@@ -6,7 +6,7 @@ A class is what a person would call another way: in turns or apart, how many ste
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,6 +29,8 @@ from penstock.orchestrator.planning.steady import Engines, Estimate, Workload, e
 
 LEAST_GAIN = 0.01
 """Gain in a step that is worth another GPU, or a step more of staleness."""
+NOISE = 0.05
+"""Difference between two plans that the cost model cannot tell from none."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,14 @@ class Search:
         return [way.recomputed] * (may_choose and trainer.microbatch_tokens < MOST_TOKENS)
 
     def best(self) -> list[Plan]:
-        """The fastest plan of each class, fastest class first."""
-        found: dict[tuple[str, int, int], Plan] = {}
+        """The best plan of each class: first the most ordinary of the fastest plans of all, then by their seconds the
+        most ordinary of the fastest of each other class."""
+        found: dict[tuple[str, int, int], list[Plan]] = {}
         for plan in self.plans:
-            found.setdefault(plan.name, plan)
-        return list(found.values())
+            found.setdefault(plan.name, []).append(plan)
+        first = ordinary_first(self.plans)[:1]
+        others = [ordinary_first(plans)[0] for name, plans in found.items() if name != first[0].name]
+        return [*first, *sorted(others, key=_order)]
 
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate. Raises `ResourceError` where it does not fit."""
@@ -190,7 +195,7 @@ class Search:
 def plan_of(search: Search) -> Plan:
     """The plan to run. Raises `ResourceError` where nothing fits, with what came closest."""
     if search.plans:
-        return search.plans[0]
+        return search.best()[0]
     reasons = [refusal.reason for refusal in search.refused]
     advice = f" The last that was tried: {reasons[-1]}" if reasons else ""
     names = ", ".join(str(nodes) for nodes in search.cluster)
@@ -248,8 +253,22 @@ def _parts(cluster: tuple[Nodes, ...]) -> Iterator[tuple[Nodes, ...]]:
             gpus //= 2
 
 
+def ordinary_first(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans by their seconds, but first the most ordinary of those that are as fast as the fastest, as far as the
+    cost model can tell."""
+    ordered = sorted(plans, key=_order)
+    near = [plan for plan in ordered if plan.step_s <= ordered[0].step_s * (1 + NOISE)]
+    first = min(near, key=_oddity, default=None)
+    return sorted(ordered, key=lambda plan: plan is not first)
+
+
 def _order(plan: Plan) -> tuple[float, int, int]:
     """Sort key: seconds, then GPUs, then how much of a plan is out of the ordinary."""
-    trainer = plan.config.trainer
-    odd = trainer.tensor_parallel_size + trainer.sequence_parallel_size + 4 * trainer.offload + bool(trainer.shard_size)
-    return round(plan.step_s, 4), plan.candidate.num_gpus, odd
+    return round(plan.step_s, 4), plan.candidate.num_gpus, _oddity(plan)
+
+
+def _oddity(plan: Plan) -> int:
+    """How much of a plan is out of the ordinary."""
+    config, trainer = plan.config, plan.config.trainer
+    split = trainer.tensor_parallel_size + trainer.sequence_parallel_size + config.rollout.tensor_parallel_size
+    return split + config.max_staleness + 4 * trainer.offload + bool(trainer.shard_size)

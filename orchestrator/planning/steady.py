@@ -9,7 +9,7 @@
                       a batch's way from its first token to its version, divided by the k + 1 batches that are on it
 
 Engines stay full across steps where the bound lets them: a model in which each step makes one batch from nothing is
-wrong by 165% eight steps off (docs/planning.md). The simulator plays the run itself; this chooses what it plays.
+wrong by 96% eight steps off (docs/planning.md). The simulator plays the run itself; this chooses what it plays.
 """
 
 import math

@@ -68,6 +68,19 @@ def test_plans_offload_only_where_weights_do_not_fit_otherwise() -> None:
     assert [plan.config.trainer.offload for plan in search.best()] == [False] * len(search.best())
 
 
+@pytest.mark.parametrize("words", [(), ("max_staleness=1",)])
+def test_an_ordinary_plan_is_preferred_to_one_that_may_be_as_fast(words: tuple[str, ...]) -> None:
+    """Rows of 355 tokens gain nothing by being split over ranks."""
+    short = ["recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", *words]
+    search = search_of(load_config(short), "1x8:h100", "205")
+    best = plan_of(search)
+    assert best.step_s <= search.plans[0].step_s * 1.05
+    assert best.config.trainer.ranks_per_row == 1
+    near = [plan for plan in search.plans if plan.step_s <= search.plans[0].step_s * 1.05]
+    parts = [plan.config.rollout.tensor_parallel_size for plan in near if plan.config.trainer.ranks_per_row == 1]
+    assert best.config.rollout.tensor_parallel_size == min(parts)
+
+
 def test_no_plan_names_a_package_that_is_not_installed() -> None:
     for plan in searched("2x8:h100", "max_staleness=1").plans:
         check_packages(plan.config)
