@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from penstock.orchestrator.serve.endpoints import futures, sampling, sessions, training
+from penstock.orchestrator.serve.endpoints import futures, sessions
 from penstock.orchestrator.serve.endpoints.exchange import Endpoint, Exchange, answering, as_json, refused
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.status import metrics, status
@@ -28,14 +28,14 @@ ENDPOINTS: dict[tuple[str, str], Endpoint] = {
     ("POST", "sessions/{session}/finish"): sessions.finish_session,
     ("GET", "sessions"): sessions.list_sessions,
     ("GET", "sessions/{session}"): sessions.get_session,
-    ("POST", "create_model"): training.create_model,
-    ("POST", "get_info"): training.get_info,
-    ("POST", "unload_model"): training.unload,
-    **{("POST", kind): training.request(kind) for kind in NUMBERED},
-    ("POST", "create_sampling_session"): sampling.create_sampling_session,
-    ("POST", "join_sampling_session"): sampling.join_sampling_session,
-    ("GET", "samplers/{sampler}"): sampling.get_sampler,
-    ("POST", "asample"): sampling.sample,
+    ("POST", "create_model"): futures.create_model,
+    ("POST", "get_info"): futures.get_info,
+    ("POST", "unload_model"): futures.unload,
+    **{("POST", kind): futures.request(kind) for kind in NUMBERED},
+    ("POST", "create_sampling_session"): futures.create_sampling_session,
+    ("POST", "join_sampling_session"): futures.join_sampling_session,
+    ("GET", "samplers/{sampler}"): futures.get_sampler,
+    ("POST", "asample"): futures.sample,
     ("POST", "retrieve_future"): futures.retrieve,
     ("POST", "cancel_future"): futures.cancel,
     ("GET", "training_runs"): sessions.list_runs,
