@@ -26,7 +26,7 @@ from safetensors.numpy import save, save_file
 
 from penstock.conf.errors import DataError
 from penstock.orchestrator.serve.journal import JournalError, refusals
-from penstock.orchestrator.serve.wire.training import NAME
+from penstock.orchestrator.serve.wire.requests import NAME
 from penstock.workers.local_files import replacing, write_whole
 from penstock.workers.training_calls import AdapterSpec, AdapterState
 from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME

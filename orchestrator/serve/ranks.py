@@ -26,8 +26,8 @@ from penstock.orchestrator.serve.schedule import Schedule, Waiting
 from penstock.orchestrator.serve.sessions import Sessions
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import CHANGING, TrainingClient
+from penstock.orchestrator.serve.wire.requests import Call, CreateCall, ForwardCall, LoadCall, SaveCall
 from penstock.orchestrator.serve.wire.results import Answer, failure, forward_answer, plain
-from penstock.orchestrator.serve.wire.training import Call, CreateCall, ForwardCall, LoadCall, SaveCall
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState
 

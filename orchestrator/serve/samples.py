@@ -22,7 +22,7 @@ from penstock.orchestrator.serve.schedule import Schedule
 from penstock.orchestrator.serve.sessions import Sampler, Session, Sessions
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import TrainingClient
-from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
+from penstock.orchestrator.serve.wire.requests import SampleRequest, sample_request
 from penstock.workers.sample_calls import SampleOutput
 from penstock.workers.training_calls import AdapterState
 

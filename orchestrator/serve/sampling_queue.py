@@ -21,8 +21,8 @@ from penstock.orchestrator.serve.journal import JournalError
 from penstock.orchestrator.serve.request_log import Entry, RequestLog
 from penstock.orchestrator.serve.schedule import Schedule, Waiting
 from penstock.orchestrator.serve.tenants import Tenants
+from penstock.orchestrator.serve.wire.requests import SampleRequest
 from penstock.orchestrator.serve.wire.results import Answer, failure, sample_answer
-from penstock.orchestrator.serve.wire.sampling import SampleRequest
 from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.sample_calls import SampleOutput

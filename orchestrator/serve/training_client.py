@@ -21,9 +21,9 @@ from penstock.conf.errors import PenstockError
 from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.checkpoints import read_spec, read_state, write_state
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
-from penstock.orchestrator.serve.wire import training
+from penstock.orchestrator.serve.wire import requests
 from penstock.orchestrator.serve.wire.bodies import Body, read
-from penstock.orchestrator.serve.wire.training import Call, CreateCall
+from penstock.orchestrator.serve.wire.requests import Call, CreateCall
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.training_calls import AdapterSpec, AdapterState
 
@@ -180,20 +180,20 @@ class TrainingClient:
 def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int) -> Call:
     """What a request asks for, by its kind. Raises `BadRequest`."""
     if entry.kind in ("forward", "forward_backward"):
-        return training.forward_call(body, entry.content_type, backward=entry.kind == "forward_backward")
+        return requests.forward_call(body, entry.content_type, backward=entry.kind == "forward_backward")
     asked = read(Body, body)
     match entry.kind:
         case "create_model":
-            return training.create_call(asked, max_rank, seed_of_client(facts.model_id))
+            return requests.create_call(asked, max_rank, seed_of_client(facts.model_id))
         case "load_model":
-            load = training.load_call(asked)
+            load = requests.load_call(asked)
             return CreateCall(None, load.path, load.with_optimizer)
         case "optim_step":
-            return training.optim_call(asked)
+            return requests.optim_call(asked)
         case "save_weights" | "save_weights_for_sampler":
-            return training.save_call(asked, is_sampler=entry.kind == "save_weights_for_sampler")
+            return requests.save_call(asked, is_sampler=entry.kind == "save_weights_for_sampler")
         case "load_weights":
-            return training.load_call(asked)
+            return requests.load_call(asked)
         case "save_weights_external":
             raise BadRequest("weights are not exported to other stores here: use save_weights_for_sampler.", "path")
     raise BadRequest(f"{entry.kind} is no request of a training client.")

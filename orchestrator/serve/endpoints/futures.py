@@ -15,8 +15,8 @@ from penstock.orchestrator.serve.samples import number_of, sampler_id
 from penstock.orchestrator.serve.service import client_id
 from penstock.orchestrator.serve.sessions import NotFound, Sampler
 from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded, rank_of
-from penstock.orchestrator.serve.wire import training
-from penstock.orchestrator.serve.wire.training import Call, LoadCall
+from penstock.orchestrator.serve.wire import requests
+from penstock.orchestrator.serve.wire.requests import Call, LoadCall
 from penstock.workers.gateway.http.errors import BadRequest
 
 LARGE_BYTES = 2**20
@@ -32,7 +32,7 @@ def request(kind: str) -> Endpoint:
         if kind == "load_weights" and exchange.numbered.session_id is not None:
             return await _create(exchange, "load_model")
         content_type = exchange.header("content-type")
-        asked, identity = await asyncio.to_thread(training.numbered, exchange.body, content_type)
+        asked, identity = await asyncio.to_thread(requests.numbered, exchange.body, content_type)
         client = exchange.service.client(exchange.tenant, asked.need("model_id"))
         return await _take(exchange, client, Asked(asked.need("seq_id"), kind, exchange.body, content_type, identity))
 

@@ -17,7 +17,7 @@ from penstock.orchestrator.serve.wire.messages import (
     sparse_message,
     tensor_message,
 )
-from penstock.orchestrator.serve.wire.sampling import SampleRequest
+from penstock.orchestrator.serve.wire.requests import SampleRequest
 from penstock.workers.sample_calls import SampleOutput, TopTokens
 from penstock.workers.training_calls import ForwardOutput
 

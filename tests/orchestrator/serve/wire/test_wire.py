@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.amounts import amount
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
@@ -13,14 +14,19 @@ from tinker.proto.response_conv import deserialize_proto_response
 from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.wire.bodies import Body, TooLarge, read
 from penstock.orchestrator.serve.wire.messages import PROTOBUF, unpacked, zstandard
+from penstock.orchestrator.serve.wire.requests import (
+    SampleRequest,
+    create_call,
+    forward_call,
+    numbered,
+    optim_call,
+    sample_request,
+)
 from penstock.orchestrator.serve.wire.results import forward_answer, sample_answer
-from penstock.orchestrator.serve.wire.sampling import SampleRequest, sample_request
-from penstock.orchestrator.serve.wire.training import create_call, forward_call, numbered, optim_call
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.protocols import Sampling
 from penstock.workers.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, ForwardOutput
-from tests.amounts import amount
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5)
 
