@@ -10,7 +10,6 @@ The value goes with its section to other processes and nodes: only the command i
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -102,13 +101,10 @@ def hide_in(text: str) -> str:
 def hide_word(word: str) -> str:
     """A word `key=value`, as a `Secret` if there is one in it."""
     key, _, value = word.partition("=")
-    if _NAME.search(key.lstrip("+")) or (value[:1] in ("{", "[") and _INSIDE.search(value)):
-        return Secret(word, word if value.startswith(("env:", "file:")) else f"{key}={HIDDEN}")
-    return hide_url(word)
-
-
-def hide_words(words: Sequence[str]) -> list[str]:
-    return [word if isinstance(word, Secret) else hide_word(word) for word in words]
+    if isinstance(word, Secret) or value.startswith(("env:", "file:")):
+        return word
+    is_secret = _NAME.search(key.lstrip("+")) or (value[:1] in ("{", "[") and _INSIDE.search(value))
+    return Secret(word, f"{key}={HIDDEN}") if is_secret else hide_url(word)
 
 
 def hide_secrets(section: Any, name: str = "") -> None:
@@ -119,7 +115,7 @@ def hide_secrets(section: Any, name: str = "") -> None:
         if field.name in FREE:
             setattr(section, field.name, hide(value, key))
         elif field.name == "overrides":
-            setattr(section, field.name, hide_words(value))
+            setattr(section, field.name, list(map(hide_word, value)))
         elif isinstance(value, str) and not isinstance(value, Secret) and _USER.search(value):
             raise ConfigError(
                 f"{key}={hide_in(value)}: has a password. Leave it out, and give it as fsspec takes it: by variables "

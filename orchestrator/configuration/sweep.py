@@ -23,7 +23,7 @@ from rich.table import Table
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError, how_ended
-from penstock.conf.secret import hide_words
+from penstock.conf.secret import hide_word
 from penstock.orchestrator.cluster.cluster import count_local_gpus, join
 from penstock.orchestrator.cluster.connection import cluster_address
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
@@ -113,8 +113,8 @@ class Sweep:
             raise ConfigError(f"{self._directory}: {error}.") from None
 
     def _said(self) -> Any:
-        told = {point.name: {"values": point.values, "words": hide_words(point.words)} for point in self._points}
-        return {"runs": told}
+        shown = {one.name: {"values": one.values, "words": list(map(hide_word, one.words))} for one in self._points}
+        return {"runs": shown}
 
     def _start(self, point: Point) -> None:
         group = f"tracking.group={self._directory.name}"  # first: the user's own word wins

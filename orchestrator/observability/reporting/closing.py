@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.conf.secret import hide_words
+from penstock.conf.secret import hide_word
 from penstock.orchestrator.observability.faults import duration_s
 from penstock.orchestrator.observability.ui.cards import Card, cards
 from penstock.orchestrator.observability.ui.runs.columns import Columns
@@ -101,7 +101,7 @@ def _command(name: str, words: Sequence[str], *more: str) -> str:
     """The command with a run's words and further ones in their place, as a job where the run is one. A new run has a
     name of its own."""
     replaced = {word.partition("=")[0] for word in more} | {"name", "resume"}
-    kept = [word for word in hide_words(words) if word.partition("=")[0].lstrip("+") not in replaced]
+    kept = [word for word in map(hide_word, words) if word.partition("=")[0].lstrip("+") not in replaced]
     words = ["penstock", name, *kept, *more]
     if RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ:
         sent = ["--working-dir", "."] if _is_temporary(Path.cwd()) else []
