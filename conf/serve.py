@@ -8,6 +8,8 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.secret import Secret, reveal
 
 HASH = "sha256:"
+MOST_TENANTS = 256
+"""Most tenants of a server: each has series of its own in Prometheus, which keeps them for weeks."""
 
 
 @dataclass
@@ -25,6 +27,9 @@ class TenantConfig:
     """Requests that may wait or be under way; the next one is refused for now (429), and the SDK sends it again."""
     max_waiting_mib: int = 512
     """Bodies of these together, in MiB: a hundred of the largest that the SDK sends."""
+    max_stored_gib: float = 256.0
+    """Saved weights on the server's disk, in GiB; a save beyond them fails, and its error says what to delete. The
+    default has room for a few hundred states of adapters of an 8B model. 0: any number, as without tenants."""
     share: float = 1.0
     """Share of ranks and engines while others wait, too, in relation to theirs."""
 
@@ -81,8 +86,9 @@ class ServeConfig:
     max_body_mib: int = 32
     """Largest body of a request with data, in MiB, compressed or not: all others have at most 1 MiB. The SDK sends at
     most 5 MB of data at once, or one sequence."""
-    drain_s: float = 60.0
-    """Time for requests under way when the server is asked to end; what is left goes on after its next start."""
+    drain_s: float = 6.0
+    """Time for requests under way when the server is asked to end; the others are carried out after its next start. By
+    default the process ends within 15 s, before schedulers kill it."""
     max_adapters: int = 64
     """Training clients that may be open at the same time where there are no tenants; each tenant has its own bound."""
     tenants: dict[str, TenantConfig] = field(default_factory=dict)
@@ -109,6 +115,10 @@ class ServeConfig:
         for name in ("poll_s", "session_timeout_s", "gap_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve.{name}={getattr(self, name):g}: must be greater than 0.")
+        if len(self.tenants) > MOST_TENANTS:
+            raise ConfigError(
+                f"serve.tenants: are {len(self.tenants)}, and a server has {MOST_TENANTS} at most. Start another one."
+            )
         keys = [reveal(tenant.key) for tenant in self.tenants.values()]
         for name, tenant in self.tenants.items():
             if not tenant.key or keys.count(reveal(tenant.key)) > 1:
@@ -118,6 +128,7 @@ class ServeConfig:
             if tenant.share <= 0:
                 raise ConfigError(f"serve.tenants.{name}.share={tenant.share:g}: must be greater than 0.")
             at_least(f"serve.tenants.{name}.tokens_per_minute", tenant.tokens_per_minute, 0)
+            at_least(f"serve.tenants.{name}.max_stored_gib", tenant.max_stored_gib, 0)
             for bound in ("max_adapters", "max_waiting", "max_waiting_mib"):
                 at_least(f"serve.tenants.{name}.{bound}", getattr(tenant, bound), 1)
 

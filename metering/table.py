@@ -1,12 +1,14 @@
 """Every metric that is declared. `METRICS` has all of them, by the role of the process that measures.
 
 Workers measure them, `orchestrator/observability/grafana/` queries them, and a test compares docs/monitoring.md with
-them. Prometheus keeps each series for weeks: one engine has 12 at most, a rank 12, and a run 60 besides its ranks.
+them. Prometheus keeps each series for weeks: one engine has 12 at most, a rank 12, a run 60 besides its ranks, and a
+server 26 for each tenant.
 """
 
 from penstock.metering.meters import COUNTER, GAUGE, SUMMARY, Metric
 
 ON_VLLM, ON_GPU, IN_ENVIRONMENTS = "engine vllm", "GPU whose peak is known", "runs with an environment"
+ON_SERVER = "penstock serve"
 ON_DROPS, ON_ERRORS, ON_LOSSES = "rows that were dropped", "rewards that failed", "members that were lost"
 BESIDE = ("open", "prepare", "verify", "stage")
 """Phases of a load during which vLLM samples."""
@@ -95,6 +97,36 @@ STEP_MISMATCH = Metric("penstock_step_mismatch_logprob_abs_mean", GAUGE, "nats",
     "Mean difference between the trainer's and the engine's log-probability of a token, at the last step.",
     condition="dataflows with a rollout")
 
+# The server of other people's loops
+
+SERVE_REQUESTS = Metric("penstock_serve_requests_total", COUNTER, "requests",
+    "Requests that were carried out, also those that failed.", labels=("tenant", "kind"), condition=ON_SERVER)
+SERVE_FAILURES = Metric("penstock_serve_failures_total", COUNTER, "failures", "Those that failed.",
+    labels=("tenant",), condition=ON_SERVER)
+SERVE_REFUSED = Metric("penstock_serve_refused_requests_total", COUNTER, "requests",
+    "Requests refused for now (429): too much of the tenant waits.", labels=("tenant",), condition=ON_SERVER)
+SERVE_TRAINED = Metric("penstock_serve_tokens_trained_total", COUNTER, "tokens",
+    "Tokens of forward passes, with and without gradients.", labels=("tenant",), condition=ON_SERVER)
+SERVE_SAMPLED = Metric("penstock_serve_tokens_sampled_total", COUNTER, "tokens", "Tokens sampled.",
+    labels=("tenant",), condition=ON_SERVER)
+SERVE_RANKS = Metric("penstock_serve_seconds_trained_total", COUNTER, "seconds", "Seconds on the ranks.",
+    labels=("tenant",), condition=ON_SERVER)
+SERVE_ENGINES = Metric("penstock_serve_seconds_sampled_total", COUNTER, "seconds",
+    "Seconds on engines; those of requests at the same time add up.", labels=("tenant",), condition=ON_SERVER)
+SERVE_WAIT = Metric("penstock_serve_wait_seconds", SUMMARY, "seconds",
+    "From the acceptance of a request, or the server's start, until ranks or engines begin with it.",
+    labels=("tenant", "place"), condition=ON_SERVER)
+SERVE_WAITING = Metric("penstock_serve_requests_waiting", GAUGE, "requests",
+    "Requests without a result: they wait, or are under way.", labels=("tenant",), condition=ON_SERVER)
+SERVE_WAITING_BYTES = Metric("penstock_serve_waiting_bytes", GAUGE, "bytes", "The bodies of these.",
+    labels=("tenant",), condition=ON_SERVER)
+SERVE_ADAPTERS = Metric("penstock_serve_adapters", GAUGE, "adapters", "Training clients that are open.",
+    labels=("tenant",), condition=ON_SERVER)
+SERVE_RESIDENT = Metric("penstock_serve_adapters_on_ranks", GAUGE, "adapters", "Those whose adapter the ranks have.",
+    labels=("tenant",), condition=ON_SERVER)
+SERVE_STORED = Metric("penstock_serve_stored_bytes", GAUGE, "bytes", "Saved weights on the server's disk.",
+    labels=("tenant",), condition=ON_SERVER)
+
 # fmt: on
 METRICS: dict[str, tuple[Metric, ...]] = {
     "rollout": (
@@ -133,5 +165,20 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "reward": (REWARD_SAMPLES, REWARD_LATENCY, REWARD_ERRORS),
     "environment": (ENVIRONMENT_ATTEMPTS, ENVIRONMENT_TURNS, ENVIRONMENT_ATTEMPT),
     "driver": (RUN_LOST, RUN_REPLACED, STEP_MISMATCH),
+    "serve": (
+        SERVE_REQUESTS,
+        SERVE_FAILURES,
+        SERVE_REFUSED,
+        SERVE_TRAINED,
+        SERVE_SAMPLED,
+        SERVE_RANKS,
+        SERVE_ENGINES,
+        SERVE_WAIT,
+        SERVE_WAITING,
+        SERVE_WAITING_BYTES,
+        SERVE_ADAPTERS,
+        SERVE_RESIDENT,
+        SERVE_STORED,
+    ),
 }  # fmt: skip
 """Metrics by the role of the process that measures them."""

@@ -14,7 +14,7 @@ import json
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,8 +28,8 @@ from penstock.conf.errors import DataError
 from penstock.orchestrator.serve.journal import JournalError, refusals
 from penstock.orchestrator.serve.wire.requests import NAME
 from penstock.workers.local_files import replacing, write_whole
+from penstock.workers.rollout.named_adapters import peft_files
 from penstock.workers.training_calls import AdapterSpec, AdapterState
-from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME
 from penstock.workers.weights.publication.room import WHOLE_NAME
 
 SCHEME = "tinker://"
@@ -109,18 +109,28 @@ class Checkpoints:
         self._directory = directory
         self._lock = threading.Lock()
         """Held while a save has a file and no name yet, and while old ones are looked for."""
+        self._sizes: dict[str, int] = {}
+        """Bytes of all saves by the directory of their run."""
+        for run in directory.glob("*"):
+            self._measure(run.name)
 
-    def save(self, facts: Checkpoint, state: AdapterState, *, overwrite: bool) -> Checkpoint:
-        """Save a state, unless this request has saved it before. Raises `DataError` if another request has saved one of
-        that name."""
+    def save(
+        self, facts: Checkpoint, state: AdapterState, *, overwrite: bool,
+        admit: Callable[[int], None] = lambda num_bytes: None,
+    ) -> Checkpoint:  # fmt: skip
+        """Save a state, unless this request has saved it before. `admit`: called with the bytes that it adds. Raises
+        what that raises, and `DataError` if another request has saved one of that name."""
         with self._lock:
             present = self._find(facts.address)
             if present is not None and present.seq == facts.seq:
                 return present
             if present is not None and not overwrite:
                 raise DataError(f"{facts.address.path} is there already: choose another name, or pass overwrite=True.")
+            added = sum(value.nbytes for value in state.tensors.values())
+            admit(added - (present.size_bytes if present is not None else 0))
             file = f"state-{facts.seq}.safetensors"
             size = write_state(self._folder(facts.address) / file, state)
+            self._measure(_safe(facts.run))
             return self._note(replace(facts, size_bytes=size, file=file))
 
     def get(self, address: Address) -> Checkpoint:
@@ -148,6 +158,10 @@ class Checkpoints:
     def of_run(self, run: str) -> list[Checkpoint]:
         """All of a training run, oldest first."""
         return sorted((one for one in self._all(_safe(run)) if not one.is_over), key=lambda one: (one.time, one.seq))
+
+    def num_bytes(self, runs: Iterable[str]) -> int:
+        """Bytes of all saves of training runs, also of those that no name stands for any more."""
+        return sum(self._sizes.get(_safe(run), 0) for run in runs)
 
     def expired(self) -> list[Address]:
         """Addresses of those whose time is over, and that still take room."""
@@ -179,7 +193,9 @@ class Checkpoints:
     def remove(self, save: str) -> Path:
         """Remove a save, and its directory with the last one. Returns its file."""
         file = self._directory / save
-        file.unlink(missing_ok=True)
+        with self._lock:
+            file.unlink(missing_ok=True)
+            self._measure(save.partition("/")[0])
         with contextlib.suppress(OSError):
             file.parent.rmdir()
         return file
@@ -202,6 +218,9 @@ class Checkpoints:
         files = self._directory.glob(f"{runs}/*/*/{FACTS}")
         found = (self._find(Address(*file.parts[-4:-1])) for file in files)
         return [one for one in found if one is not None]
+
+    def _measure(self, run: str) -> None:
+        self._sizes[run] = sum(file.stat().st_size for file in self._directory.glob(f"{run}/*/*/state*"))
 
     def _find(self, address: Address) -> Checkpoint | None:
         try:
@@ -237,13 +256,7 @@ def _safe(run: str) -> str:
 def _files_of(state: AdapterState) -> dict[str, bytes]:
     """Weights as others read them: an adapter with its configuration, or a whole model's, to be put beside the base
     model's configuration and tokenizer."""
-    weights = state.weights()
-    if state.spec.is_whole:
-        return {WHOLE_NAME: save(weights, {"format": "pt"})}
-    layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights if ".lora_" in name})
-    config = {"peft_type": "LORA", "r": state.spec.rank, "lora_alpha": state.spec.alpha, "bias": "none",
-              "target_modules": layers}  # fmt: skip
-    return {FILE_NAME: save(weights), CONFIG_NAME: json.dumps(config, indent=2).encode()}
+    return {WHOLE_NAME: save(state.weights(), {"format": "pt"})} if state.spec.is_whole else peft_files(state)
 
 
 def write_state(file: Path, state: AdapterState) -> int:

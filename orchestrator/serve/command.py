@@ -17,8 +17,9 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, is_refusal
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.trainer import LoraConfig
-from penstock.orchestrator.cluster.cluster import raise_if_over
-from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.metering.ray_export import exporting
+from penstock.orchestrator.cluster.cluster import namespace_of, raise_if_over
+from penstock.orchestrator.cluster.placement.actors import origin_of, plan_actors
 from penstock.orchestrator.configuration.validate import MEMORY, RESOURCES, checks
 from penstock.orchestrator.control.process import run
 from penstock.orchestrator.observability.ui.runs.found import SERVING
@@ -35,6 +36,8 @@ from penstock.workers.training_calls import WHOLE
 
 TOLD_EVERY_S = 2.0
 """Seconds between two times that the server writes what it is doing."""
+FLEET_S = 2.0
+"""Most grace for ranks and engines at the end: they have nothing that is not on the disk."""
 DEFAULT_NAME = "serve"
 DEFAULT_RANK = 32
 """Largest rank where none is configured: the one that the SDK asks for by default."""
@@ -84,7 +87,9 @@ def served(config: RunConfig) -> RunConfig:
         )
     if config.trainer.lora.rank:
         raise ConfigError("trainer.lora.rank: clients choose the rank of their adapters. Set serve.max_rank.")
-    config = replace(config, name=config.name or DEFAULT_NAME)
+    grace_s = min(FLEET_S, config.cluster.shutdown_timeout_s)
+    cluster = replace(config.cluster, shutdown_timeout_s=grace_s)
+    config = replace(config, name=config.name or DEFAULT_NAME, cluster=cluster)
     if config.serve.full:
         return replace(config, serve=replace(config.serve, max_loaded=1, max_resident=1))
     rank = config.serve.max_rank or DEFAULT_RANK
@@ -121,16 +126,17 @@ async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, t
         loop.add_signal_handler(number, stop.set)
     facts = await asyncio.to_thread(facts_of, started)
     backend = ClusterBackend(started.fleet, started.config, facts, directory, tell)
-    server = Server(started.config.serve, backend, directory.path / "serve", key)
-    url = await server.start()
-    tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={'…' if key else server.key or '…'}")
-    if not server.key:
-        tell(f"The first start has printed the key. For a new one remove {server.key_file}, and start again.")
-    told = asyncio.create_task(_telling(server, backend, directory, url), name="the status for penstock ui")
-    try:
-        await server.serve_until(stop, told)
-    finally:
-        told.cancel()
+    with exporting(origin_of(started.config, namespace_of(directory), "serve", "Server")) as meters:
+        server = Server(started.config.serve, backend, directory.path / "serve", key, meters)
+        url = await server.start()
+        tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={'…' if key else server.key or '…'}")
+        if not server.key:
+            tell(f"The first start has printed the key. For a new one remove {server.key_file}, and start again.")
+        told = asyncio.create_task(_telling(server, backend, directory, url), name="the status for penstock ui")
+        try:
+            await server.serve_until(stop, told)
+        finally:
+            told.cancel()
 
 
 async def _telling(server: Server, backend: ClusterBackend, directory: RunDirectory, url: str) -> None:

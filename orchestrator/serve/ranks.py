@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
@@ -178,7 +179,7 @@ class Ranks:
         while not (refusal := self._tenants.refusal(client.facts.tenant, time.monotonic())):
             try:
                 await (self._bring(client) if entry.seq > 0 else self._make_room(client))
-                answer = await self._work.done(client, entry, client.call_of(entry))
+                answer = await self._work.done(client, entry, await asyncio.to_thread(client.call_of, entry))
                 if entry.kind in ("create_model", "load_model", "load_weights"):
                     self._hold(client)
                 return answer
@@ -287,8 +288,11 @@ class Ranks:
 class TrainingWork:
     """Requests on an adapter that is on the ranks. Stateless: a second time `done` comes to the same."""
 
-    def __init__(self, backend: Backend, checkpoints: Checkpoints, samples: Samples, sessions: Sessions) -> None:
+    def __init__(
+        self, backend: Backend, checkpoints: Checkpoints, samples: Samples, sessions: Sessions, tenants: Tenants
+    ) -> None:
         self._backend, self._checkpoints, self._samples, self._sessions = backend, checkpoints, samples, sessions
+        self._tenants = tenants
 
     async def done(self, client: TrainingClient, entry: Entry, call: Call) -> Answer:
         """Carry out a request. Raises what `Backend` raises, and `DataError`."""
@@ -342,10 +346,23 @@ class TrainingWork:
         expires = now + call.ttl_s if call.ttl_s is not None else None
         facts = Checkpoint(client.facts.model_id, folder, name, entry.seq, now, 0, expires, call.metadata)
         kept = state.for_sampling() if call.is_sampler else state
-        await asyncio.to_thread(lambda: self._checkpoints.save(facts, kept, overwrite=call.overwrite))
+        admit = partial(self._refuse_full, client.facts.tenant)
+        await asyncio.to_thread(lambda: self._checkpoints.save(facts, kept, overwrite=call.overwrite, admit=admit))
         if call.overwrite:
             await self._samples.drop_saves(facts.address)
         return plain({"path": facts.address.path, "type": entry.kind})
+
+    def _refuse_full(self, tenant: str, num_bytes: int) -> None:
+        """Raise `DataError` for a save by which a tenant would have more on the disk than it may."""
+        most_gib, runs = self._tenants.configs[tenant].max_stored_gib, self._sessions.runs(tenant)
+        stored = self._checkpoints.num_bytes(run.model_id for run in runs)
+        if most_gib and stored + num_bytes > most_gib * 2**30:
+            found = [one for run in runs for one in self._checkpoints.of_run(run.model_id)]
+            found.sort(key=lambda one: one.time)
+            oldest = ", ".join(one.address.path for one in found[:3])
+            raise DataError(f"the saved weights of this key take {stored / 2**30:.3g} GiB, and it has {most_gib:g} "
+                            f"(max_stored_gib). Delete some with delete_checkpoint_from_tinker_path, the oldest are "
+                            f"{oldest}; then save again, with ttl_seconds if they are needed for a while.")  # fmt: skip
 
     async def _publish(self, client: TrainingClient, entry: Entry, call: SaveCall) -> Answer:
         state = await self._backend.adapter_state(client.facts.model_id)

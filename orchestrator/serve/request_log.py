@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class Entry:
     """Its result in the journal of results, while it is kept."""
     answer_kind: str = ""
     is_failure: bool = False
+    came: float = field(default_factory=time.monotonic)
+    """When it was accepted, or read after a start."""
     is_durable: asyncio.Event = field(default_factory=asyncio.Event)
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,6 +84,8 @@ class RequestLog:
         """`is_needed`: whether the body of a request that has its result is. Raises `JournalError`."""
         self.directory, self._keep, self._is_needed = directory, keep, is_needed
         self.entries: dict[int, Entry] = {}
+        self.waiting: dict[int, int] = {}
+        """Sizes of the bodies of requests without a result, by number."""
         self.highest_answered = -1
         """Number of the newest request that has a result."""
         self.highest_taken = -1
@@ -90,7 +95,7 @@ class RequestLog:
         self._requests, self._results = (Journal(directory / f"{name}.journal") for name in ("requests", "results"))
         for record in self._requests.records:
             entry = self.entries[record.header["seq"]] = _entry(record.header)
-            entry.body = record
+            entry.body, self.waiting[entry.seq] = record, record.num_bytes
         for record in self._results.records:
             self._note_answer(record)
         for entry in self.entries.values():
@@ -100,7 +105,7 @@ class RequestLog:
 
     def pending(self) -> list[Entry]:
         """Requests without a result, by their numbers."""
-        return [entry for _, entry in sorted(self.entries.items()) if not entry.is_done.is_set()]
+        return [self.entries[seq] for seq in sorted(self.waiting)]
 
     async def accept(self, asked: Asked) -> Entry:
         """Take a request, or recognise one that was taken before. Returns once it is on the disk. Raises
@@ -119,11 +124,12 @@ class RequestLog:
                 raise JournalError(f"request {seq} could not be written. Send it again.")
             return known
         entry = self.entries[seq] = Entry(seq, asked.kind, digest, asked.content_type, asked.tokens)
+        self.waiting[seq] = len(asked.body)
         try:
             entry.body = await self._requests.append(entry.header, asked.body)
             self.highest_taken = max(self.highest_taken, seq)
         except BaseException:
-            del self.entries[seq]
+            del self.entries[seq], self.waiting[seq]
             raise
         finally:
             entry.is_durable.set()
@@ -189,6 +195,7 @@ class RequestLog:
         if entry.is_done.is_set():  # the result of one that was cancelled as it came
             return
         self.highest_answered = max(self.highest_answered, entry.seq)
+        self.waiting.pop(entry.seq, None)
         entry.is_done.set()
         self._ends.append(entry.seq)
         if len(self._ends) > self._keep:

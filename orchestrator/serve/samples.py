@@ -57,15 +57,13 @@ class Samples:
         if log is not None and not log.pending():
             del self.logs[session.id]
 
-    async def take(self, sampler: Sampler, asked: Asked, request: SampleRequest | None) -> Entry:
-        """Take a request for samples, with its number in its sampling session. `request`: None: it will be refused in
-        its turn. Raises `JournalError`."""
+    async def take(self, sampler: Sampler, asked: Asked) -> Entry:
+        """Take a request for samples, with its number in its sampling session. Raises `JournalError`."""
         session = self._sessions.sessions[sampler.session_id]
         log = self.logs.get(session.id) or self._open(session)
         number = number_of(sampler, asked.seq)
         is_known = number in log.entries
-        tokens = request.num_tokens if request is not None else 1
-        entry = await log.accept(replace(asked, seq=number, tokens=tokens))
+        entry = await log.accept(replace(asked, seq=number))
         if not is_known:
             self.queue.put(self._ticket(session, sampler, log, entry))
         return entry
@@ -167,11 +165,9 @@ class Samples:
     def _own_file(self, sampler: Sampler) -> Path:
         return self._of(sampler.session_id) / f"weights-{sampler.number}.safetensors"
 
-    def _note(self, ticket: Ticket, output: SampleOutput, seconds: float) -> None:
-        usage = self._tenants.usage[ticket.tenant]
-        usage.requests["sample"] += 1
-        usage.seconds_sampled += seconds
-        usage.tokens_sampled += sum(len(sample.token_ids) for sample in output.samples)
+    def _note(self, ticket: Ticket, output: SampleOutput | None, seconds: float) -> None:
+        tokens = sum(len(sample.token_ids) for sample in output.samples) if output is not None else 0
+        self._tenants.note(ticket.tenant, ticket.entry, seconds, tokens)
 
 
 def sampler_id(session_id: str, number: int) -> str:

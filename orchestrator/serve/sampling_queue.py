@@ -43,7 +43,7 @@ class Ticket:
     log: RequestLog
     entry: Entry
     request: Callable[[], SampleRequest]
-    """Decodes it. Raises `BadRequest`."""
+    """Decodes it, in any thread. Raises `BadRequest`."""
     file: Callable[[], Path | None]
     """File of the weights; None: the base model. Raises `DataError` if they are gone."""
 
@@ -118,7 +118,7 @@ class SamplingQueue:
 
     def __init__(
         self, backend: Backend, publications: Publications, schedule: Schedule, tenants: Tenants, most: int,
-        note: Callable[[Ticket, SampleOutput, float], None] = lambda ticket, output, seconds: None,
+        note: Callable[[Ticket, SampleOutput | None, float], None] = lambda ticket, output, seconds: None,
     ) -> None:  # fmt: skip
         """`most`: requests that engines have at the same time."""
         self._backend, self._publications, self._schedule, self._most = backend, publications, schedule, most
@@ -140,9 +140,6 @@ class SamplingQueue:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    def num_waiting(self, tenant: str) -> int:
-        return sum(sum(ticket.tenant == tenant for ticket in queue) for queue in self._queues.values())
 
     async def run(self) -> None:
         while not self._is_closing:
@@ -207,6 +204,8 @@ class SamplingQueue:
         try:
             answer = await self._answered(ticket, started)
             await ticket.log.answer(ticket.entry, answer)
+            if answer.is_failure:
+                self._note(ticket, None, time.monotonic() - started)
         except JournalError as error:
             _LOG.warning("%s: %s", ticket.queue, error)
             await asyncio.sleep(LOOK_S)
@@ -217,7 +216,7 @@ class SamplingQueue:
         if refusal := self._tenants.refusal(ticket.tenant, started):
             return failure(refusal, is_users=True)
         try:
-            request, file = ticket.request(), ticket.file()
+            request, file = await asyncio.to_thread(ticket.request), ticket.file()
             name = await self._publications.name_of(file) if file is not None else None
             try:
                 output = await self._backend.sample(name, request.call)

@@ -7,6 +7,7 @@ await server.serve_until(stop)        # an event; then drain
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.serve import ServeConfig, hash_of
+from penstock.metering.meters import Meters
 from penstock.network.heads import BACKLOG, CONNECTIONS, Heads
 from penstock.network.machine import raise_limit
 from penstock.orchestrator.observability.ui.server.app import listen
@@ -30,8 +32,9 @@ from penstock.orchestrator.serve.tenants import OPERATOR, Tenants
 from penstock.orchestrator.serve.wire.messages import messages
 from penstock.workers.local_files import write_whole
 
-GRACE_S = 5
-"""Seconds for answers that are being written when the server ends."""
+_LOG = logging.getLogger("penstock")
+CLOSE_S, GRACE_S = 2.0, 2
+"""Seconds beyond `serve.drain_s` for files to be closed, and for answers that are being written."""
 START_S = 30.0
 
 
@@ -42,10 +45,13 @@ class ServerFailed(PenstockError):
 class Server:
     """Lifecycle: `start`, `serve_until` or `drain`."""
 
-    def __init__(self, config: ServeConfig, backend: Backend, directory: Path, key: str = "") -> None:
+    def __init__(
+        self, config: ServeConfig, backend: Backend, directory: Path, key: str = "", meters: Meters | None = None
+    ) -> None:
         """`directory`: of the run; what another server has left there goes on. `key`: of the only tenant, or of the
-        operator where there are tenants. Raises `ConfigError`."""
+        operator where there are tenants. `meters`: take what is measured. Raises `ConfigError`."""
         messages()
+        self._meters = meters
         self._config, self._backend, self._directory = config, backend, directory
         self.key, self.key_file = key, directory / "key.sha256"
         """The key of the only tenant, or of the operator; empty: an earlier start has printed it."""
@@ -62,7 +68,7 @@ class Server:
         self._directory.chmod(0o700)
         self._lock = RunLock.take(self._directory, str(self._directory))
         known = self.key_file.read_text() if self.key_file.exists() else ""
-        tenants = Tenants(self._config, self.key, known)
+        tenants = Tenants(self._config, self.key, known, self._meters)
         is_made, self.key = tenants.key != self.key, tenants.key
         bound = listen(self._config.host, self._config.port)
         self.service = Service(self._config, self._backend, self._directory, tenants)
@@ -100,12 +106,17 @@ class Server:
             ) from error
 
     async def drain(self) -> None:
-        """End: take no more requests, finish those under way within `serve.drain_s`, write what adapters are."""
-        if self.service is not None:
-            await self.service.close()
+        """End: take no more requests, finish those under way within `serve.drain_s`, write what adapters are. What is
+        not done then is in the journals."""
+        try:
+            async with asyncio.timeout(self._config.drain_s + CLOSE_S):
+                if self.service is not None:
+                    await self.service.close()
+        except TimeoutError:
+            _LOG.warning("Not all files were closed within serve.drain_s and %g s. The next start goes on.", CLOSE_S)
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
-            await asyncio.wait([self._serving], timeout=2 * GRACE_S)
+            await asyncio.wait([self._serving], timeout=1.5 * GRACE_S)
             self._heads.close()
         if self._lock is not None:
             self._lock.release()

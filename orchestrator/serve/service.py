@@ -12,7 +12,6 @@ import contextlib
 import logging
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.conf.errors import PenstockError
@@ -24,11 +23,9 @@ from penstock.orchestrator.serve.ranks import Ranks, TrainingWork
 from penstock.orchestrator.serve.request_log import Asked, Entry
 from penstock.orchestrator.serve.samples import Samples, number_of
 from penstock.orchestrator.serve.schedule import Schedule
-from penstock.orchestrator.serve.sessions import NotFound, Sampler, Session, Sessions
+from penstock.orchestrator.serve.sessions import Busy, NotFound, Sampler, Session, Sessions
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient
-from penstock.orchestrator.serve.wire.sampling import SampleRequest
-from penstock.orchestrator.serve.wire.training import ForwardCall
 from penstock.workers.concurrent_tasks import cancel_all
 
 _LOG = logging.getLogger("penstock")
@@ -41,10 +38,6 @@ class Refused(PenstockError):
     """Something that is not done for this tenant."""
 
 
-class Busy(PenstockError):
-    """A request of a tenant that has as much waiting as it may."""
-
-
 class Service:
     """Lifecycle: `open` on what the directory has; endpoints call the rest; `close`."""
 
@@ -54,13 +47,12 @@ class Service:
         self.sessions = Sessions(directory, time.time(), config.keep_sessions)
         self.clients: dict[str, TrainingClient] = {}
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
-        work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions)
+        work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions, tenants)
         schedule = Schedule(tenants.shares, tenants.budgets)
         self.ranks = Ranks(backend, self.clients, schedule, config, tenants, work, self._note_training)
-        self._waiting: dict[str, list[tuple[str, Entry, int]]] = {name: [] for name in tenants.configs}
-        """Requests without a result: the training client's or session's id, and the size of the body."""
         self._damaged: set[str] = set()
         """Training clients whose files cannot be read."""
+        self._making = asyncio.Lock()
         self.is_ending = asyncio.Event()
         self.loops: list[asyncio.Task[None]] = []
         """Background tasks, training first. The server ends when one of them ends by itself."""
@@ -122,18 +114,19 @@ class Service:
 
     async def create_client(self, facts: ClientFacts) -> TrainingClient:
         """Make a training client, unless it was made before. Raises `Refused` beyond the tenant's bound."""
-        known = self.clients.get(facts.model_id)
-        if known is not None:
-            return known
-        bound = self.tenants.configs[facts.tenant].max_adapters
-        num_open = sum(client.facts.tenant == facts.tenant for client in self.clients.values())
-        if num_open >= bound:
-            raise Refused(f"{num_open} training clients are open, and this key has {bound} (max_adapters). Finish a "
-                          "session first: `with ServiceClient() as client`.")  # fmt: skip
-        if self.backend.facts.is_whole:
-            self._refuse_second(facts)
-        await self.sessions.add_client(facts)
-        return self.clients.get(facts.model_id) or self._open_client(facts)
+        async with self._making:
+            known = self.clients.get(facts.model_id)
+            if known is not None:
+                return known
+            bound = self.tenants.configs[facts.tenant].max_adapters
+            num_open = sum(self.sessions.facts[one].tenant == facts.tenant for one in self.sessions.open_clients)
+            if num_open >= bound:
+                raise Refused(f"{num_open} training clients are open, and this key has {bound} (max_adapters). Finish "
+                              "a session first: `with ServiceClient() as client`.")  # fmt: skip
+            if self.backend.facts.is_whole:
+                self._refuse_second(facts)
+            await self.sessions.add_client(facts)
+            return self._open_client(facts)
 
     def _refuse_second(self, facts: ClientFacts) -> None:
         """Raise `Refused` while another client trains all weights. One whose session has fallen silent has left: its
@@ -146,43 +139,38 @@ class Service:
                 f"(`with ServiceClient() as client`), or wait {SILENT_S:g} s after its last sign of life."
             )
 
-    async def accept(self, client: TrainingClient, asked: Asked, call: object) -> Entry:
-        """Take a request of a training client. Raises `JournalError` while the server ends."""
+    async def accept(self, client: TrainingClient, asked: Asked) -> Entry:
+        """Take a request of a training client. Raises `Busy`, and `JournalError` while the server ends."""
         self._refuse_at_end()
         self._touch(client.facts.session_id)
-        facts, is_known = client.facts, asked.seq in client.log.entries
-        if not is_known and asked.seq != client.next_seq:  # the others wait for the next one
-            self._refuse_crowd(facts.tenant, len(asked.body))
-        tokens = call.num_tokens if isinstance(call, ForwardCall) else 1
-        entry = await client.accept(replace(asked, tokens=tokens), call)  # type: ignore[arg-type]
-        if not is_known:
-            self._waiting[facts.tenant].append((facts.model_id, entry, len(asked.body)))
+        if asked.seq not in client.log.entries and asked.seq != client.next_seq:  # the others wait for the next one
+            self._refuse_crowd(client.facts.tenant, len(asked.body))
+        entry = await client.accept(asked)
         self.ranks.wake()
         return entry
 
-    async def take_sample(self, sampler: Sampler, asked: Asked, request: SampleRequest | None) -> Entry:
-        """Take a request of a sampling session, as `Samples.take` does. Raises `JournalError` while the server ends."""
+    async def take_sample(self, sampler: Sampler, asked: Asked) -> Entry:
+        """Take a request of a sampling session. Raises `Busy`, and `JournalError` while the server ends."""
         self._refuse_at_end()
         self._touch(sampler.session_id)
         session = self.sessions.sessions[sampler.session_id]
         log = self.samples.log_of(session)
-        is_known = log is not None and number_of(sampler, asked.seq) in log.entries
-        if not is_known:
+        if log is None or number_of(sampler, asked.seq) not in log.entries:
             self._refuse_crowd(session.tenant, len(asked.body))
-        entry = await self.samples.take(sampler, asked, request)
-        if not is_known:
-            self._waiting[session.tenant].append((session.id, entry, len(asked.body)))
-        return entry
+        return await self.samples.take(sampler, asked)
 
     def _refuse_crowd(self, tenant: str, num_bytes: int) -> None:
         """Raise `Busy` for one more request of a tenant that has as much waiting as it may."""
-        there = self.clients.keys() | self.samples.logs.keys()
-        waiting = [one for one in self._waiting[tenant] if one[0] in there and not one[1].is_done.is_set()]
-        self._waiting[tenant], bounds = waiting, self.tenants.configs[tenant]
-        total = num_bytes + sum(size for _, _, size in waiting)
-        if waiting and (len(waiting) >= bounds.max_waiting or total > bounds.max_waiting_mib * 2**20):
-            raise Busy(f"{len(waiting)} requests of this key wait or are under way, and it has {bounds.max_waiting} of "
+        (num, size), bounds = self.waiting(tenant), self.tenants.configs[tenant]
+        if num and (num >= bounds.max_waiting or size + num_bytes > bounds.max_waiting_mib * 2**20):
+            raise Busy(f"{num} requests of this key wait or are under way, and it has {bounds.max_waiting} of "
                        f"{bounds.max_waiting_mib} MiB (max_waiting, max_waiting_mib). Send it again.")  # fmt: skip
+
+    def waiting(self, tenant: str) -> tuple[int, int]:
+        """Number of a tenant's requests without a result, and the bytes of their bodies."""
+        logs = [client.log for client in self.clients.values() if client.facts.tenant == tenant]
+        logs += [log for name, log in self.samples.logs.items() if self.sessions.sessions[name].tenant == tenant]
+        return sum(len(log.waiting) for log in logs), sum(sum(log.waiting.values()) for log in logs)
 
     async def unload(self, client: TrainingClient) -> None:
         """End a training client, after the requests that have come. Raises `Refused` if they take too long."""
@@ -281,11 +269,8 @@ class Service:
         self.sessions.sessions[session_id].last_seen = time.time()
 
     def _note_training(self, client: TrainingClient, entry: Entry, seconds: float) -> None:
-        usage = self.tenants.usage[client.facts.tenant]
-        usage.requests[entry.kind] += 1
-        usage.failures += entry.is_failure
-        usage.seconds_trained += seconds
-        usage.tokens_trained += entry.tokens if entry.kind.startswith("forward") else 0
+        tokens = entry.tokens if entry.kind.startswith("forward") else 0
+        self.tenants.note(client.facts.tenant, entry, seconds, tokens)
 
 
 def client_id(session_id: str, number: int) -> str:

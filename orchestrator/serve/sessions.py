@@ -30,6 +30,10 @@ class NotFound(PenstockError):
     """Something that is not there, or not the tenant's."""
 
 
+class Busy(PenstockError):
+    """A request of a tenant that has as much waiting or open as it may."""
+
+
 class SessionOver(PenstockError):
     """A session that was finished."""
 
@@ -118,6 +122,10 @@ class Sessions:
             known = self._by_key.get((tenant, key)) if key else None
             if known is not None:
                 return self.sessions[known]
+            num = sum(session.tenant == tenant for session in self.sessions.values())
+            if num >= 2 * self._keep:
+                raise Busy(f"this key has {num} sessions, twice serve.keep_sessions. Finish some (`with ServiceClient()"
+                           " as client`). Those without a sign of life are forgotten after a minute.")  # fmt: skip
             session_id = str(uuid.uuid4())
             await self._note({
                 "event": "session", "id": session_id, "tenant": tenant, "created": now, "key": key,

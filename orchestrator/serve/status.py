@@ -1,9 +1,9 @@
 """What the server is doing, as plain data: tenants, their training clients, queues, and what each waits for."""
 
 import time
-from dataclasses import asdict
 from typing import Any
 
+from penstock.metering import table
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.tenants import OPERATOR
 from penstock.orchestrator.serve.training_client import TrainingClient, rank_of
@@ -23,40 +23,39 @@ def status(service: Service, who: str) -> dict[str, Any]:
 
 def metrics(service: Service, who: str) -> str:
     """What each tenant has used and has under way, as Prometheus reads it; a tenant sees its own."""
+    status(service, who)  # measures what there is now
     found: dict[str, list[str]] = {}
-
-    def note(metric: str, kind: str, labels: str, value: float) -> None:
-        name = f"penstock_serve_{metric}"
-        found.setdefault(f"# TYPE {name} {kind}", []).append(f"{name}{{{labels}}} {value:g}")
-
-    for name, told in status(service, who)["tenants"].items():
-        tenant, clients = f'tenant="{name}"', told["clients"]
-        for kind, count in sorted(told["usage"].pop("requests").items()):
-            note("requests_total", "counter", f'{tenant},kind="{kind}"', count)
-        for metric, value in told["usage"].items():
-            note(f"{metric}_total", "counter", tenant, value)
-        note("adapters", "gauge", tenant, len(clients))
-        note("adapters_on_ranks", "gauge", tenant, sum(client["on_ranks"] for client in clients))
-        note("requests_waiting", "gauge", tenant, sum(client["waiting"] for client in clients))
-        note("samples_waiting", "gauge", tenant, told["samples_waiting"])
+    for series, value in service.tenants.meters.read().items():
+        if who in (OPERATOR, dict(series.labels)["tenant"]):
+            shown = ",".join(f'{label}="{text}"' for label, text in series.labels)
+            head = f"# TYPE {series.metric.name} {series.metric.kind}"
+            found.setdefault(head, []).append(f"{series.name}{{{shown}}} {value}")
     return "".join(f"{line}\n" for head, lines in found.items() for line in (head, *lines))
 
 
 def _tenant(service: Service, name: str) -> dict[str, Any]:
-    config, usage = service.tenants.configs[name], service.tenants.usage[name]
+    config, runs = service.tenants.configs[name], service.sessions.runs(name)
+    clients = [_client(service, client) for client in service.clients.values() if client.facts.tenant == name]
+    num_waiting, waiting_bytes = service.waiting(name)
+    stored = service.checkpoints.num_bytes(run.model_id for run in runs)
+    for metric, value in {
+        table.SERVE_WAITING: num_waiting, table.SERVE_WAITING_BYTES: waiting_bytes, table.SERVE_ADAPTERS: len(clients),
+        table.SERVE_RESIDENT: sum(client["on_ranks"] for client in clients), table.SERVE_STORED: stored,
+    }.items():  # fmt: skip
+        service.tenants.meters.put(metric, value, tenant=name)
     sessions = [one for one in service.sessions.sessions.values() if one.tenant == name and not one.is_over]
     return {
         "share": config.share,
         "tokens_per_minute": config.tokens_per_minute,
         "paused_s": service.samples.schedule.opens_in(name, time.monotonic()),
         "max_adapters": config.max_adapters,
-        "usage": {**asdict(usage), "requests": dict(usage.requests)},
-        "samples_waiting": service.samples.queue.num_waiting(name),
+        "max_stored_gib": config.max_stored_gib,
+        "usage": service.tenants.usage(name),
         "sessions": [
             {"id": one.id, "name": one.display_name, "silent_s": time.time() - one.last_seen, "rests": one.is_resting}
             for one in sessions
         ],
-        "clients": [_client(service, client) for client in service.clients.values() if client.facts.tenant == name],
+        "clients": clients,
     }
 
 

@@ -65,28 +65,24 @@ class TrainingClient:
         for entry in self.log.entries.values():
             if entry.seq < self.next_seq:  # also where its result is gone
                 entry.is_done.set()
+                self.log.waiting.pop(entry.seq, None)
         found = sorted((_seq_of(file), file) for file in directory.glob("snapshot-*.safetensors"))
         self._snapshot: Path | None = found[-1][1] if found else None
         self.snapshot_seq = found[-1][0] if found else -1
         for _, file in found[:-1]:
             file.unlink(missing_ok=True)
-        self._calls: dict[int, Call] = {}
         self.spec: AdapterSpec | None = None
         """The adapter's shape; None while it is not made."""
         self._writing: asyncio.Task[None] | None = None
 
-    async def accept(self, asked: Asked, call: Call | None) -> Entry:
-        """Take a request, or recognise one that was taken. `call`: what it asks for; None: it will be refused in its
-        turn. Raises `TooLate`, `OtherContent`, `JournalError`."""
+    async def accept(self, asked: Asked) -> Entry:
+        """Take a request, or recognise one that was taken. Raises `TooLate`, `OtherContent`, `JournalError`."""
         if asked.seq < self.next_seq and asked.seq not in self.log.entries:
             raise TooLate(
                 f"request {asked.seq} of {self.facts.model_id} comes too late: {self.next_seq} is the next. Make a new "
                 "training client from the last checkpoint."
             )
-        entry = await self.log.accept(asked)
-        if call is not None and not entry.is_done.is_set():
-            self._calls.setdefault(asked.seq, call)
-        return entry
+        return await self.log.accept(asked)
 
     @property
     def next(self) -> Entry | None:
@@ -102,12 +98,11 @@ class TrainingClient:
 
     @property
     def num_waiting(self) -> int:
-        return sum(not entry.is_done.is_set() for entry in self.log.entries.values())
+        return len(self.log.waiting)
 
     def call_of(self, entry: Entry) -> Call:
-        """What a request asks for. Raises `BadRequest`."""
-        call = self._calls.pop(entry.seq, None)
-        return call if call is not None else decoded(entry, self.log.body_of(entry), self.facts, self._max_rank)
+        """What a request asks for, from any thread. Raises `BadRequest`."""
+        return decoded(entry, self.log.body_of(entry), self.facts, self._max_rank)
 
     async def shape(self) -> AdapterSpec | None:
         """The adapter's shape, found on the disk after a start; None while it is not made."""
@@ -121,7 +116,6 @@ class TrainingClient:
 
     async def finish(self) -> None:
         """Go on to the request after the one that was answered."""
-        self._calls.pop(self.next_seq, None)
         self.pause_s, self.trouble = 0.0, ""
         self.next_seq = self.log.highest_answered + 1
 

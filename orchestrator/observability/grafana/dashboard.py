@@ -19,10 +19,12 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from penstock.metering import table
-from penstock.metering.meters import Metric
+from penstock.metering.meters import COUNTER, Metric
 from penstock.orchestrator.observability.grafana.promql import ACTOR, RUN, WAITING
 from penstock.orchestrator.observability.grafana.promql import PANELS as ASK
 
+_STARTED = f'__name__=~"{table.STORE_SEEN.exported}|{table.SERVE_ADAPTERS.exported}"'
+"""Condition on the one series that each run has, and each server for a tenant."""
 UID, TITLE = "penstock", "Penstock"
 WIDTH, HEIGHT = 12, 8
 """Size of a panel, on Grafana's grid of 24 columns."""
@@ -172,9 +174,39 @@ ENVIRONMENTS = (
     _rates(table.ENVIRONMENT_TURNS, "Turns a second", PER_SECOND),
     _mean(table.ENVIRONMENT_ATTEMPT, "Time of an attempt"),
 )
+OF_TENANT = f"{OF_RUN} {{{{tenant}}}}"
+TENANT = (*RUN, "tenant")
+
+
+def _of_tenants(title: str, unit: str, *metrics: Metric) -> Panel:
+    """A panel with a line for each tenant and metric: rates of counters, and values of gauges."""
+    queries = []
+    for metric in metrics:
+        ask = ASK.rate if metric.kind == COUNTER else ASK.value
+        words = metric.name.removeprefix("penstock_serve_").removesuffix("_total").replace("_", " ")
+        queries.append(Query(ask(metric, TENANT), f"{OF_TENANT} {words}"))
+    return Panel(title, unit, " ".join(metric.description for metric in metrics), tuple(queries), table.ON_SERVER)
+
+
+SERVER = (
+    Panel(
+        "Requests a second", PER_SECOND, table.SERVE_REQUESTS.description,
+        (Query(ASK.rate(table.SERVE_REQUESTS, (*TENANT, "kind")), f"{OF_TENANT} {{{{kind}}}}"),), table.ON_SERVER,
+    ),
+    _of_tenants("Failures and refusals a second", PER_SECOND, table.SERVE_FAILURES, table.SERVE_REFUSED),
+    Panel(
+        "Wait for ranks and engines", SECONDS, table.SERVE_WAIT.description,
+        (Query(ASK.mean(table.SERVE_WAIT, (*TENANT, "place")), f"{OF_TENANT} {{{{place}}}}"),), table.ON_SERVER,
+    ),
+    _of_tenants("Tokens a second", PER_SECOND, table.SERVE_TRAINED, table.SERVE_SAMPLED),
+    _of_tenants("Share of the time on ranks, requests on engines", PLAIN, table.SERVE_RANKS, table.SERVE_ENGINES),
+    _of_tenants("Requests without a result", PLAIN, table.SERVE_WAITING),
+    _of_tenants("Adapters", PLAIN, table.SERVE_ADAPTERS, table.SERVE_RESIDENT),
+    _of_tenants("Bytes that wait and that are saved", BYTES, table.SERVE_WAITING_BYTES, table.SERVE_STORED),
+)  # fmt: skip
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Run": OVERVIEW, "Engines": ENGINES, "Trainer": TRAINER, "Store": STORE, "Rewards": REWARDS,
-    "Environments": ENVIRONMENTS,
+    "Environments": ENVIRONMENTS, "Server": SERVER,
 }  # fmt: skip
 """Panels of each row, by the row's title, in the order of the dashboard."""
 
@@ -200,7 +232,7 @@ def _variable(label: str, description: str, where: str) -> builders.QueryVariabl
     """A variable of the values of a label, all of them chosen at first."""
     return (
         builders.QueryVariable(label).description(description).datasource(SOURCE)
-        .query(f"label_values({table.STORE_SEEN.exported}{{{where}}}, {label})")
+        .query(f"label_values({{{','.join(filter(None, (_STARTED, where)))}}}, {label})")
         .include_all(True).all_value(".+").multi(True).current(VariableOption(text=["All"], value=["$__all"]))
         .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).sort(VariableSort.ALPHABETICAL_ASC)
     )  # fmt: skip

@@ -12,7 +12,6 @@ fails in its turn: its number would be missing in the order otherwise.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
+from penstock.metering import table
 from penstock.network.proxies import LOOPBACK, names_loopback
 from penstock.orchestrator.serve.checkpoints import NoCheckpoint
 from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import OtherContent, ResultGone
-from penstock.orchestrator.serve.service import Busy, Refused, Service
-from penstock.orchestrator.serve.sessions import NotFound, SessionOver
+from penstock.orchestrator.serve.service import Refused, Service
+from penstock.orchestrator.serve.sessions import Busy, NotFound, SessionOver
 from penstock.orchestrator.serve.tenants import OPERATOR
 from penstock.orchestrator.serve.training_client import TooLate
 from penstock.orchestrator.serve.wire.bodies import PLAIN_BYTES, Body, Numbered, TooLarge, check_size, read
@@ -109,19 +109,23 @@ def answering(service: Service, endpoint: Endpoint, *, has_data: bool = False, f
             return refused("this key is the operator's: clients have keys of their own (serve.tenants).", 403)
         exchange = Exchange(service, tenant, request)
         try:
-            async with service.tenants.bodies[tenant] if has_data else nullcontext():
-                if request.method in ("POST", "PUT"):
-                    async with asyncio.timeout(BODY_S):
-                        packed = await _read(request, limit_bytes)
+            if request.method in ("POST", "PUT"):
+                async with asyncio.timeout(BODY_S) as patience, service.tenants.bodies[tenant][has_data]:
+                    packed = await _read(request, limit_bytes)
+                    patience.reschedule(None)
                     encoding = request.headers.get("content-encoding", "")
                     exchange.body = await asyncio.to_thread(unpacked, packed, encoding, limit_bytes)
-                return await endpoint(exchange)
+                    if has_data:
+                        return await endpoint(exchange)
+            return await endpoint(exchange)
         except ClientDisconnect:
             return Response(status_code=400)
         except TimeoutError:
             return refused(f"the body did not come within {BODY_S:g} s.", 408)
         except PenstockError as error:
             status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
+            if status == 429:
+                service.tenants.meters.add(table.SERVE_REFUSED, tenant=tenant)
             return refused(str(error), status)
         except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
             _LOG.exception("%s %s", request.method, request.url.path)

@@ -12,11 +12,10 @@ from penstock.orchestrator.serve.endpoints.exchange import Endpoint, Exchange, a
 from penstock.orchestrator.serve.endpoints.sessions import tokenizer_of
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog, ResultGone
 from penstock.orchestrator.serve.samples import number_of, sampler_id
-from penstock.orchestrator.serve.service import client_id
+from penstock.orchestrator.serve.service import Refused, client_id
 from penstock.orchestrator.serve.sessions import NotFound, Sampler
 from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded, rank_of
 from penstock.orchestrator.serve.wire import requests
-from penstock.orchestrator.serve.wire.requests import Call, LoadCall
 from penstock.workers.gateway.http.errors import BadRequest
 
 LARGE_BYTES = 2**20
@@ -32,9 +31,10 @@ def request(kind: str) -> Endpoint:
         if kind == "load_weights" and exchange.numbered.session_id is not None:
             return await _create(exchange, "load_model")
         content_type = exchange.header("content-type")
-        asked, identity = await asyncio.to_thread(requests.numbered, exchange.body, content_type)
-        client = exchange.service.client(exchange.tenant, asked.need("model_id"))
-        return await _take(exchange, client, Asked(asked.need("seq_id"), kind, exchange.body, content_type, identity))
+        found, identity, tokens = await asyncio.to_thread(requests.numbered, exchange.body, content_type)
+        client = exchange.service.client(exchange.tenant, found.need("model_id"))
+        asked = Asked(found.need("seq_id"), kind, exchange.body, content_type, identity, tokens)
+        return await _take(exchange, client, asked)
 
     return taken
 
@@ -70,7 +70,7 @@ async def _create(exchange: Exchange, kind: str) -> Response:
     session = service.sessions.live(exchange.tenant, given.need("session_id"))
     name = base_model(exchange, given.base_model, needed=kind == "create_model")
     model_id = client_id(session.id, given.need("model_seq_id"))
-    facts = ClientFacts(model_id, session.id, exchange.tenant, name, time.time(), given.user_metadata)
+    facts = ClientFacts(model_id, session.id, exchange.tenant, name, time.time(), given.metadata)
     asked = Asked(0, kind, exchange.body, exchange.header("content-type"))
     decoded(asked, exchange.body, facts, service.backend.facts.max_rank)  # refused at once: it is the first
     if kind == "load_model":
@@ -91,18 +91,13 @@ def base_model(exchange: Exchange, given: str | None, *, needed: bool) -> str:
 
 
 async def _take(exchange: Exchange, client: TrainingClient, asked: Asked) -> Response:
-    call: Call | None = None
-    try:
-        if asked.seq not in client.log.entries:
-            max_rank = exchange.service.backend.facts.max_rank
-            call = await asyncio.to_thread(decoded, asked, asked.body, client.facts, max_rank)
-        if isinstance(call, LoadCall):
-            Address.parse(call.path)
-    except BadRequest:
-        call = None  # it fails in its turn
-    await exchange.service.accept(client, asked, call)
+    await exchange.service.accept(client, asked)
     model_id = client.facts.model_id
     return as_json({"request_id": f"{model_id}:{asked.seq}", "model_id": model_id})
+
+
+MOST_SAMPLERS = 2**16
+"""Most sampling sessions of a session."""
 
 
 async def create_sampling_session(exchange: Exchange) -> Response:
@@ -110,6 +105,8 @@ async def create_sampling_session(exchange: Exchange) -> Response:
     session = service.sessions.live(exchange.tenant, asked.need("session_id"))
     path, save = asked.model_path or "", ""
     base_model(exchange, asked.base_model, needed=not path)
+    if len(session.samplers) >= MOST_SAMPLERS:
+        raise Refused(f"this session has {MOST_SAMPLERS:,} sampling sessions: make a new ServiceClient.")
     if path:
         address = Address.parse(path)
         service.sessions.run(exchange.tenant, address.run)
@@ -139,16 +136,16 @@ async def sample(exchange: Exchange) -> Response:
     sampler, seq = service.sessions.sampler(exchange.tenant, asked.need("sampling_session_id")), asked.need("seq_id")
     try:
         request = await asyncio.to_thread(service.samples.decoded, exchange.body, sampler, seq)
-        num_samples = request.call.num_samples
+        tokens, num_samples = request.num_tokens, request.call.num_samples
     except BadRequest:
-        request, num_samples = None, 1  # it fails in its turn
-    await service.take_sample(sampler, Asked(seq, "sample", exchange.body), request)
+        tokens, num_samples = 1, 1  # it fails in its turn
+    await service.take_sample(sampler, Asked(seq, "sample", exchange.body, tokens=tokens))
     request_id = f"{sampler.id}:{seq}"
     return as_json({"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(num_samples)]})
 
 
 async def retrieve(exchange: Exchange) -> Response:
-    asked = exchange.fields
+    asked, exchange.body = exchange.fields, b""  # which waits with the question
     request_id = asked.need("request_id")
     if request_id.endswith(":unload"):
         facts = exchange.service.sessions.run(exchange.tenant, request_id.removesuffix(":unload"))

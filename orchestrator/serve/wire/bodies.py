@@ -15,6 +15,9 @@ PLAIN_BYTES = 2**20
 MOST_RATIO = 100
 """Factor by which a body beyond `PLAIN_BYTES` may grow when it is unpacked: data of real sequences shrink to a tenth at
 most."""
+MOST_KEYS, MOST_VALUES, MOST_FIELDS = 2**16, 2**20, 2**17
+"""Most names and values of a body in JSON, and fields of one in protobuf: who decodes them holds up everybody else. The
+SDK's 1024 sequences have 30,000 names or fields."""
 METADATA_BYTES = 2**14
 MOST_SAMPLES = 1024
 Kind = TypeVar("Kind", bound=Struct)
@@ -77,7 +80,7 @@ class Body(Numbered):
     tinker_path: str | None = None
     path: str | None = None
     display_name: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: msgspec.Raw = msgspec.Raw(b"null")
     lora_config: Lora | None = None
     optimizer_config: Optimizer | None = None
     adam_params: Adam | None = None
@@ -93,8 +96,15 @@ class Body(Numbered):
     allow_metadata_only: bool | None = None
 
     def __post_init__(self) -> None:
-        if len(msgspec.json.encode(self.user_metadata)) > METADATA_BYTES:
-            raise ValueError(f"user_metadata has more than {METADATA_BYTES:,} bytes")
+        texts = self.display_name, self.base_model, self.path, self.model_path
+        if len(bytes(self.user_metadata)) + sum(len(text or "") for text in texts) > METADATA_BYTES:
+            raise ValueError(f"user_metadata, names and paths have more than {METADATA_BYTES:,} bytes")
+        if bytes(self.user_metadata)[:1] not in (b"{", b"n"):
+            raise ValueError("user_metadata is no object")
+
+    @property
+    def metadata(self) -> dict[str, Any] | None:
+        return msgspec.json.decode(self.user_metadata, type=dict[str, Any] | None)
 
 
 class Tensor(Struct, gc=False):
@@ -165,7 +175,9 @@ class SampleBody(Struct):
 
 
 def read(kind: type[Kind], body: bytes) -> Kind:
-    """A request in JSON. Raises `BadRequest`."""
+    """A request in JSON. Raises `BadRequest`, `TooLarge`."""
+    if body.count(b":") > MOST_KEYS or body.count(b",") > MOST_VALUES:
+        raise TooLarge(f"the body has more than {MOST_KEYS:,} names or {MOST_VALUES:,} values. Send less at once.")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

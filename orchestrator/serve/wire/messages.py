@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.serve.wire.bodies import MOST_RATIO, PLAIN_BYTES, Tensor, check_size
+from penstock.orchestrator.serve.wire.bodies import MOST_FIELDS, MOST_RATIO, PLAIN_BYTES, Tensor, TooLarge, check_size
 from penstock.workers.gateway.http.errors import BadRequest
 
 PROTOBUF = "application/x-protobuf"
@@ -56,6 +56,41 @@ def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
         raise BadRequest(f"the body is no zstd: {error}.") from None
     check_size(len(data), limit_bytes)
     return data
+
+
+def check_fields(name: str, body: bytes) -> None:
+    """Raise `TooLarge` for a large message of many small fields, whose parser would hold up everybody else."""
+    kind = getattr(messages(), name).DESCRIPTOR
+    try:
+        if len(body) > PLAIN_BYTES and _num_fields(memoryview(body), kind) > MOST_FIELDS:
+            raise TooLarge(f"the body has more than {MOST_FIELDS:,} fields. Send fewer sequences at once.")
+    except IndexError:
+        raise BadRequest(f"the body is no {name} in protobuf: it is torn.") from None
+
+
+def _num_fields(data: memoryview, kind: Any) -> int:
+    """Number of fields of a message and of those in it, up to `MOST_FIELDS` and one."""
+    num = at = 0
+    while at < len(data) and num <= MOST_FIELDS:
+        tag, at = _varint(data, at)
+        wire, num = tag & 7, num + 1
+        if wire in (0, 2):
+            value, at = _varint(data, at)
+        if wire == 2:
+            field = kind.fields_by_number.get(tag >> 3)
+            if field is not None and field.message_type is not None:
+                num += _num_fields(data[at : at + value], field.message_type)
+            at += value
+        at += {1: 8, 5: 4}.get(wire, 0)
+    return num
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """A number of base 128, and the offset behind it. Raises `IndexError`."""
+    value = shift = 0
+    while data[at] & 128:
+        value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+    return value | data[at] << shift, at + 1
 
 
 def parsed_message(name: str, body: bytes) -> Any:

@@ -7,6 +7,7 @@
 What the server and its engines do not do is refused by name: `BadRequest` names the field.
 """
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from penstock.orchestrator.serve.wire.messages import (
     PROTOBUF,
     array_of_body,
     array_of_message,
+    check_fields,
     parsed_message,
     token_array,
 )
@@ -52,10 +54,6 @@ class ForwardCall:
     data: list[Datum]
     loss: LossCall
     backward: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(datum.token_ids) for datum in self.data)
 
 
 @dataclass(frozen=True)
@@ -89,13 +87,22 @@ class CreateCall:
 Call = ForwardCall | AdamParams | SaveCall | LoadCall | CreateCall
 
 
-def numbered(body: bytes, content_type: str) -> tuple[Numbered, bytes]:
-    """A request's number and whose it is, and the bytes that are the same in every retry of it."""
+def numbered(body: bytes, content_type: str) -> tuple[Numbered, bytes, int]:
+    """A request's number and whose it is, the bytes that are the same in every retry of it, and the tokens that it
+    costs: 1 without data, or if it will be refused in its turn. Raises `BadRequest`, `TooLarge`."""
     if content_type.startswith(PROTOBUF):
+        check_fields("ForwardBackwardRequest", body)
         message = parsed_message("ForwardBackwardRequest", body)
         found = Numbered(model_id=message.model_id, seq_id=message.seq_id)
-        return found, message.SerializeToString(deterministic=True)
-    return read(Numbered, body), body
+        num_bytes = sum(len(chunk.encoded_text.tokens) for datum in message.data for chunk in datum.model_input)
+        return found, message.SerializeToString(deterministic=True), max(1, num_bytes // 4)
+    found, tokens = read(Numbered, body), 0
+    with contextlib.suppress(BadRequest):
+        asked = read(ForwardBody, body)
+        given = asked.forward_input or asked.forward_backward_input
+        chunks = [chunk for datum in given.data for chunk in datum.model_input.chunks] if given else []
+        tokens = sum(len(chunk.tokens or ()) for chunk in chunks)
+    return found, body, max(1, tokens)
 
 
 def forward_call(body: bytes, content_type: str, *, backward: bool) -> ForwardCall:
@@ -140,7 +147,7 @@ def save_call(body: Body, *, is_sampler: bool) -> SaveCall:
         raise BadRequest(f"{name[:60]!r} must be a name of letters, digits, dots, dashes and underscores.", "path")
     if is_sampler and name is None:
         body.need("sampling_session_seq_id")
-    kept = {key: str(value) for key, value in body.user_metadata.items()} if body.user_metadata else None
+    kept = {key: str(value) for key, value in (body.metadata or {}).items()} or None
     return SaveCall(name, is_sampler, bool(body.overwrite), seq, kept, body.ttl_seconds)
 
 

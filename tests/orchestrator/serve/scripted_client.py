@@ -11,7 +11,7 @@ from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import Asked
 from penstock.orchestrator.serve.service import Service, client_id
 from penstock.orchestrator.serve.tenants import ONLY, Tenants
-from penstock.orchestrator.serve.training_client import ClientFacts, decoded
+from penstock.orchestrator.serve.training_client import ClientFacts
 
 SESSION_KEY = "one"
 
@@ -66,7 +66,7 @@ class ScriptedClient:
 
     async def send(self, service, client, seq, kind, body):
         asked = Asked(seq, kind, body, "application/json")
-        return await service.accept(client, asked, decoded(asked, body, client.facts, 8))
+        return await service.accept(client, asked)
 
 
 async def again(service, act):

@@ -1,6 +1,7 @@
 """A server on the backend in numpy, in a process of its own that may be killed: DIRECTORY PORT."""
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ async def main(directory, port):
     config = ServeConfig(port=int(port), snapshot_every=3)
     server = Server(config, FakeBackend(delay_s=0.02), Path(directory), "tml-any")
     print(await server.start(), flush=True)
-    await server.serve_until(asyncio.Event())
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await server.serve_until(stop)
 
 
 asyncio.run(main(*sys.argv[1:]))

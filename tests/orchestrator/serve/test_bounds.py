@@ -1,9 +1,9 @@
 """Bounds on what anybody can send: bodies, heads, connections, and what a tenant has waiting."""
 
 import asyncio
+import gc
 import json
 import socket
-import tracemalloc
 
 import httpx
 import pytest
@@ -14,10 +14,10 @@ from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.network.listener import MAX_PENDING
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.orchestrator.serve.server import Server
-from penstock.orchestrator.serve.wire.bodies import Body, read
 from penstock.orchestrator.serve.wire.messages import zstandard
-from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.training_calls import Datum
 from tests.orchestrator.serve.fake_backend import FakeBackend
+from tests.orchestrator.serve.scripted_client import forward_body
 from tests.orchestrator.serve.test_server import Client, sample_body, serve
 
 LISTS = 2**20 // 3 * b"[],"
@@ -47,29 +47,6 @@ def test_only_requests_that_carry_data_may_be_large(tmp_path):
             await client.post(path, body | {"unknown": "x" * 2**21}, 413)
 
     serve(tmp_path, act, config=ServeConfig(port=0, max_body_mib=2))
-
-
-def test_fields_that_are_unknown_are_skipped_and_not_built():
-    body = b'{"a": [' + LISTS + b'[]], "session_id": "x"}'
-    read(Body, body)
-    tracemalloc.start()
-    assert read(Body, body).session_id == "x"
-    assert tracemalloc.get_traced_memory()[1] < 10_000
-    tracemalloc.stop()
-
-
-@pytest.mark.parametrize(("body", "words"), [
-    ({"session_id": 1}, "session_id: Expected `str"), ([], "object"),
-])  # fmt: skip
-def test_a_field_of_another_type_is_named(body, words):
-    with pytest.raises(BadRequest, match=words):
-        read(Body, json.dumps(body).encode())
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"a":' + b"[" * 10**5])
-def test_what_is_no_json_is_refused(body):
-    with pytest.raises(BadRequest, match="JSON"):
-        read(Body, body)
 
 
 def test_a_wrong_request_takes_its_number_and_fails_in_its_turn(tmp_path):
@@ -224,9 +201,116 @@ def test_a_tenant_with_too_much_waiting_is_asked_to_come_again(tmp_path, bound):
     serve(tmp_path, act, Held(), ServeConfig(port=0, poll_s=0.5, tenants=tenants))
 
 
-def test_metadata_of_a_session_is_bounded(tmp_path):
+@pytest.mark.parametrize("body", [
+    {"user_metadata": {"a": "x" * 2**14}}, {"display_name": "x" * 2**15}, {"base_model": "x" * 2**15},
+])  # fmt: skip
+def test_metadata_of_a_session_is_bounded(tmp_path, body):
     async def act(_, http):
-        answer = await Client(http).post("create_session", {"user_metadata": {"a": "x" * 2**14}}, 422)
-        assert "user_metadata has more than 16,384 bytes" in answer["error"]
+        answer = await Client(http).post("create_session", body, 422)
+        assert "user_metadata, names and paths have more than 16,384 bytes" in answer["error"]
+        await Client(http).post("create_session", {}, 422, **{"x-idempotency-key": "x" * 257})
 
     serve(tmp_path, act)
+
+
+class Held(FakeBackend):
+    """Draws no sample until it `may`."""
+
+    def __init__(self):
+        super().__init__()
+        self.may = asyncio.Event()
+
+    async def sample(self, sampler, call):
+        await self.may.wait()
+        return await super().sample(sampler, call)
+
+
+def test_requests_that_waited_before_a_start_count_after_it(tmp_path):
+    config = ServeConfig(port=0, poll_s=0.5, drain_s=0, tenants={"alice": TenantConfig(key="tml-alice", max_waiting=3)})
+    seen = {}
+
+    async def first(_, http):
+        client = Client(http, "tml-alice")
+        session = await client.session()
+        seen["model"] = (await client.result(await client.adapter(session)))["model_id"]
+        made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "m"}
+        sampler = (await client.post("create_sampling_session", made))["sampling_session_id"]
+        seen["futures"] = [await client.post("asample", sample_body(sampler, seq)) for seq in range(2)]
+        seen["late"] = await client.post("optim_step", {"model_id": seen["model"], "seq_id": 2, "adam_params": {}})
+
+    async def second(server, http):
+        client = Client(http, "tml-alice")
+        more = {"model_id": seen["model"], "seq_id": 3, "adam_params": {}}
+        assert "3 requests of this key wait" in (await client.post("optim_step", more, 429))["error"]
+        server.service.backend.may.set()
+        for future in seen["futures"]:
+            assert "sequences" in await client.result(future)
+        await client.post("optim_step", more)
+
+    serve(tmp_path, first, Held(), config)
+    serve(tmp_path, second, Held(), config)
+
+
+def test_a_request_that_waits_is_not_decoded(tmp_path):
+    async def act(server, http):
+        client = Client(http)
+        model = (await client.result(await client.adapter(await client.session())))["model_id"]
+        body = {"model_id": model, "seq_id": 2, **forward_body([1, 2, 3], 1.0)}
+        waiting = await client.post("forward_backward", body)
+        assert server.service.clients[model].log.entries[2].tokens == 2
+        assert not [one for one in gc.get_objects() if isinstance(one, Datum)]
+        await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        assert "loss:sum" in (await client.result(waiting))["metrics"]
+
+    gc.collect()
+    serve(tmp_path, act)
+
+
+def test_adapters_that_are_made_at_the_same_time_are_counted(tmp_path):
+    config = ServeConfig(port=0, tenants={"alice": TenantConfig(key="tml-alice", max_adapters=2)})
+
+    async def act(_, http):
+        client = Client(http, "tml-alice")
+        session = await client.session()
+        bodies = [{"session_id": session, "model_seq_id": number, "base_model": "m", "lora_config": {"rank": 2}}
+                  for number in range(6)]  # fmt: skip
+        answers = await asyncio.gather(
+            *(http.post("/api/v1/create_model", json=body, headers=client.headers) for body in bodies)
+        )
+        assert sorted(answer.status_code for answer in answers) == [200] * 2 + [403] * 4
+
+    serve(tmp_path, act, config=config)
+
+
+def test_a_tenant_opens_so_many_sessions_and_no_more(tmp_path):
+    async def act(_, http):
+        client = Client(http)
+        for number in range(4):
+            await client.session(str(number))
+        answer = await client.post("create_session", {}, 429, **{"x-idempotency-key": "5"})
+        assert "twice serve.keep_sessions" in answer["error"]
+        await client.session("3")
+
+    serve(tmp_path, act, config=ServeConfig(port=0, keep_sessions=2))
+
+
+def test_the_sdk_hears_what_to_delete_and_saves_again_once_it_has(tmp_path):
+    import tinker
+
+    tenants = {"alice": TenantConfig(key="tml-alice", max_stored_gib=2048 / 2**30), "bob": TenantConfig(key="tml-bob")}
+
+    def loop(url):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-alice")
+        training = service.create_lora_training_client(base_model="m", rank=2)
+        first = training.save_state("first").result().path
+        words = rf"max_stored_gib.*delete_checkpoint_from_tinker_path, the oldest are {first}"
+        with pytest.raises(tinker.RequestFailedError, match=words):
+            training.save_state("second").result()
+        service.create_rest_client().delete_checkpoint_from_tinker_path(first).result()
+        return training.save_state("third").result().path
+
+    async def act(_, http):
+        path = await asyncio.to_thread(loop, str(http.base_url))
+        assert path.endswith("/weights/third")
+
+    serve(tmp_path, act, config=ServeConfig(port=0, poll_s=0.5, tenants=tenants))

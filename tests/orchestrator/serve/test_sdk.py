@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -110,7 +111,8 @@ def test_the_sdk_sends_again_what_a_tenant_has_no_room_for(tmp_path):
     check(asyncio.run(served(tmp_path, FakeBackend(), config, lambda _, url: loop(sys.executable, url, "tml-alice"))))
 
 
-def test_a_server_that_is_killed_and_started_again_changes_nothing_for_the_sdk(tmp_path):
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_ends_under_load_and_starts_again_changes_nothing(tmp_path, ending):
     alone = asyncio.run(
         served(tmp_path / "alone", FakeBackend(), ServeConfig(port=0), lambda _, url: loop(sys.executable, url))
     )
@@ -131,8 +133,8 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing_for_the_sdk(t
         for num_answers in (3, 9):
             while not running.done() and answered(tmp_path / "killed") < num_answers:
                 await asyncio.sleep(0.01)
-            process.kill()
-            await process.wait()
+            process.send_signal(ending)
+            assert await process.wait() == (0 if ending == signal.SIGTERM else -ending)
             process = await start()
         try:
             return await running

@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 from dataclasses import replace
 
 import httpx
@@ -13,12 +14,16 @@ import pytest
 
 from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.serve import ServeConfig, TenantConfig
+from penstock.metering.table import METRICS
 from penstock.orchestrator.serve import samples, service
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.wire.messages import PROTOBUF, messages
 from penstock.workers.training_calls import WHOLE
 from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.scripted_client import forward_body
+
+MOST_OF_TENANT = 26
+"""Most series of a tenant."""
 
 
 class Client:
@@ -448,6 +453,10 @@ def test_metrics_count_what_a_tenant_has_used(tmp_path):
         text = (await client.get("/metrics")).text
         assert 'penstock_serve_requests_total{tenant="default",kind="forward_backward"} 1' in text
         assert 'penstock_serve_tokens_trained_total{tenant="default"} 2' in text
+        assert 'penstock_serve_wait_seconds_count{tenant="default",place="ranks"} 2' in text
+        found = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
+        assert found == {metric.name for metric in METRICS["serve"]}
+        assert text.count("\n") - len(found) <= MOST_OF_TENANT
         assert json.dumps((await client.get("/status")).json())
 
     serve(tmp_path, act)

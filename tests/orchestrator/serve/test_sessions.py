@@ -142,7 +142,7 @@ def test_results_of_a_session_that_has_rested_are_told_and_more_are_drawn(tmp_pa
 
 def test_who_lives_or_trains_is_never_forgotten(tmp_path):
     async def scenario():
-        sessions = Sessions(tmp_path, 0.0, keep=1)
+        sessions = Sessions(tmp_path, 0.0, keep=2)
         trains, lives, silent, ended = [await sessions.create("alice", name, 10.0) for name in "abcd"]
         await sessions.add_client(ClientFacts(f"{trains.id}:train:0", trains.id, "alice", "m", 0.0))
         await sessions.create("bob", "a", 10.0)

@@ -13,7 +13,7 @@ from ray.util.state import list_actors, list_jobs
 
 from penstock.conf.renamed import METRICS as RENAMED
 from penstock.metering.meters import RAY_PREFIX
-from penstock.metering.table import METRICS, ON_DROPS, ON_ERRORS, ON_GPU, ON_LOSSES
+from penstock.metering.table import METRICS, ON_DROPS, ON_ERRORS, ON_GPU, ON_LOSSES, ON_SERVER
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.grafana.dashboard import ROWS
 from penstock.orchestrator.observability.grafana.files import RULES, SETTINGS, write
@@ -36,7 +36,7 @@ ABSENT = [
     metric.exported
     for metrics in METRICS.values()
     for metric in metrics
-    if metric.condition in (ON_GPU, ON_DROPS, ON_ERRORS, ON_LOSSES)
+    if metric.condition in (ON_GPU, ON_DROPS, ON_ERRORS, ON_LOSSES, ON_SERVER)
 ]
 """Metrics that a run without trouble on CPUs has not."""
 

@@ -86,8 +86,10 @@ def write_logs(run: Path, text: str = "") -> None:
 def write_serving(run: Path, **more: Any) -> None:
     """What a server says that it is doing: two tenants, one of which is paused."""
     usage = {
-        "requests": {"forward_backward": 3, "optim_step": 2}, "failures": 0, "tokens_trained": 4780,
-        "tokens_sampled": 2790, "seconds_trained": 36.0, "seconds_sampled": 9.0,
+        "requests": {"forward_backward": 3, "optim_step": 2}, "failures": 0, "refused_requests": 7,
+        "tokens_trained": 4780, "tokens_sampled": 2790, "seconds_trained": 36.0, "seconds_sampled": 9.0,
+        "wait_seconds_sum": {"ranks": 10.0}, "wait_seconds_count": {"ranks": 5}, "requests_waiting": 9,
+        "waiting_bytes": 4096, "adapters": 1, "adapters_on_ranks": 1, "stored_bytes": 3 * 2**30,
     }  # fmt: skip
     client = {
         "id": "one:train:0", "session": "one", "base_model": "small", "rank": 8, "next": 152, "waiting": 2,
@@ -95,7 +97,7 @@ def write_serving(run: Path, **more: Any) -> None:
     }  # fmt: skip
     tenant = {
         "share": 2.0, "tokens_per_minute": 0, "paused_s": 0.0, "max_adapters": 16, "usage": usage,
-        "samples_waiting": 5, "sessions": [], "clients": [client],
+        "sessions": [], "clients": [client],
     }  # fmt: skip
     paused = {"tokens_per_minute": 3000, "paused_s": 70.0, "clients": []}
     state = {

@@ -5,7 +5,7 @@ import { tabKeys, tabs } from "../tabs.js";
 
 const AGAIN_MS = 2000;
 const OLD_S = 15;
-const TENANT = ["tenant", "share", "clients", "on ranks", "requests", "tokens trained", "tokens sampled", "time on ranks", "samples waiting", "tokens a minute"];
+const TENANT = ["tenant", "share", "clients", "on ranks", "requests", "failed", "refused", "waiting", "wait for ranks", "wait for engines", "tokens trained", "tokens sampled", "time on ranks", "GiB saved", "tokens a minute"];
 const CLIENT = ["client", "tenant", "rank", "next request", "waiting", "where", "waits for"];
 
 const WORDS = ["tenant", "client", "where", "waits for"];
@@ -62,12 +62,13 @@ function table(titles, words, rows) {
   return h("div.scroll", {}, h("table", {}, h("thead", {}, h("tr", {}, titles.map((title) => h(words.includes(title) ? "th" : "th.number", {}, title)))), h("tbody", {}, rows)));
 }
 
-function tenantRow(name, { share, clients, usage, samples_waiting: samples, tokens_per_minute: limit, paused_s: paused, max_adapters: most }) {
-  const requests = Object.values(usage.requests).reduce((sum, count) => sum + count, 0);
+function tenantRow(name, { share, clients, usage, tokens_per_minute: limit, paused_s: paused, max_adapters: most }) {
+  const requests = Object.values(usage.requests ?? {}).reduce((sum, count) => sum + count, 0);
+  const wait = (place) => usage.wait_seconds_count?.[place] ? elapsed(usage.wait_seconds_sum[place] / usage.wait_seconds_count[place]) : "–";
   const pause = paused ? h("span.bad", {}, ` paused for ${elapsed(paused)}`) : null;
   return h("tr", { "data-tenant": name }, h("td", {}, name),
-    [number(share), `${clients.length} of ${most}`, number(clients.filter((client) => client.on_ranks).length), number(requests), number(usage.tokens_trained), number(usage.tokens_sampled),
-      elapsed(usage.seconds_trained), number(samples)].map((value) => h("td.number", {}, value)),
+    [number(share), `${clients.length} of ${most}`, number(clients.filter((client) => client.on_ranks).length), number(requests), number(usage.failures), number(usage.refused_requests), number(usage.requests_waiting),
+      wait("ranks"), wait("engines"), number(usage.tokens_trained), number(usage.tokens_sampled), elapsed(usage.seconds_trained), number(usage.stored_bytes / 2 ** 30)].map((value) => h("td.number", {}, value)),
     h("td.number", {}, limit ? number(limit) : "any", pause));
 }
 

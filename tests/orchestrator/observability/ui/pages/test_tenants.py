@@ -21,7 +21,7 @@ def test_line_of_a_server_leads_to_its_tenants(browser: Browser, place: Path, ad
         page.goto(address)
         page.get_by_role("link", name="served").click()
         expect(page.locator("tr[data-tenant=alice] td")).to_have_text(
-            ["alice", "2", "1 of 16", "1", "5", "4,780", "2,790", "36 s", "5", "any"]
+            ["alice", "2", "1 of 16", "1", "5", "0", "7", "9", "2 s", "–", "4,780", "2,790", "36 s", "3", "any"]
         )
         expect(page.locator("tr[data-tenant=bob]")).to_contain_text("paused for 1 min 10 s")
         expect(page.locator("tr[data-client='one:train:0']")).to_contain_text("request 152 is being carried out")
