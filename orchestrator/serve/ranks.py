@@ -38,6 +38,7 @@ LOOK_S = 1.0
 DISK_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before a request whose result could not be written is carried out again; they double each time."""
 Note = Callable[[TrainingClient, Entry, float], None]
+Chore = Callable[[TrainingClient], Awaitable[None]]
 
 
 class _StateLost(PenstockError):
@@ -56,7 +57,7 @@ class Ranks:
         self._tenants, self._work, self._note = tenants, work, note
         self._resident: dict[str, TrainingClient] = {}
         """Those on the ranks, the one that has rested longest first."""
-        self._chores: deque[tuple[TrainingClient, Callable[[], Awaitable[None]]]] = deque()
+        self._chores: deque[tuple[TrainingClient, Chore, asyncio.Event]] = deque()
         self._wake = asyncio.Event()
         self._is_ending = False
         self.num_losses = 0
@@ -67,28 +68,24 @@ class Ranks:
         self._wake.set()
 
     async def run(self) -> None:
-        """Carry out requests until `drain`. Raises `BackendFailed`."""
+        """Carry out requests until `drain`, and write what no snapshot has then. Raises `BackendFailed`."""
         while self._chores or not self._is_ending:
             self._wake.clear()
             if self._chores:
-                await self._guarded(*self._chores.popleft())
+                client, chore, is_done = self._chores.popleft()
+                try:
+                    await self._guarded(client, chore)
+                finally:
+                    is_done.set()
                 continue
             await self._close_gaps()
-            client = self._picked()
-            if client is None or client.next is None:
+            picked = self._picked()
+            if picked is None or picked.next is None:
                 await self._waited()
                 continue
-            self.current = client.facts.model_id
-            await self._carry_out(client, client.next)
+            self.current = picked.facts.model_id
+            await self._carry_out(picked, picked.next)
             self.current = ""
-
-    def drain(self) -> None:
-        """Let `run` end after the request under way."""
-        self._is_ending = True
-        self.wake()
-
-    async def keep_all(self) -> None:
-        """Write what no snapshot has yet, once `run` has ended."""
         for client in list(self._resident.values()):
             try:
                 await self._keep(client)
@@ -96,27 +93,26 @@ class Ranks:
             except (PenstockError, OSError) as error:
                 _LOG.warning("%s: %s", client.facts.model_id, error)
 
+    def drain(self) -> None:
+        """Let `run` end after the request under way."""
+        self._is_ending = True
+        self.wake()
+
     def rest(self, client: TrainingClient) -> None:
         """Bring an adapter to the disk when the ranks are free."""
-        self._chores.append((client, lambda: self._evict(client)))
-        self.wake()
+        self._later(client, self._evict)
 
     async def drop(self, client: TrainingClient) -> None:
         """Forget an adapter for good; returns when the ranks have."""
-        if self._is_ending:
-            return
-        done = asyncio.Event()
+        if not self._is_ending:
+            await self._later(client, self._drop).wait()
 
-        async def chore() -> None:
-            try:
-                self._forget(client)
-                await self._backend.drop_adapter(client.facts.model_id)
-            finally:
-                done.set()
-
-        self._chores.append((client, chore))
+    def _later(self, client: TrainingClient, chore: Chore) -> asyncio.Event:
+        """Do something for a client when the ranks are free. Returns what is set then."""
+        is_done = asyncio.Event()
+        self._chores.append((client, chore, is_done))
         self.wake()
-        await done.wait()
+        return is_done
 
     def _picked(self) -> TrainingClient | None:
         now = time.monotonic()
@@ -163,7 +159,7 @@ class Ranks:
         client.num_unsaved += entry.kind in CHANGING and not entry.is_failure
         is_load = entry.kind in ("load_model", "load_weights")
         if is_load or entry.kind == "save_weights" or client.num_unsaved >= self._config.snapshot_every:
-            await self._guarded(client, lambda: self._keep(client))
+            await self._guarded(client, self._keep)
         if is_load:
             await client.settled()  # its name may stand for another save when it is repeated
 
@@ -216,20 +212,10 @@ class Ranks:
                 await self._backend.drop_adapter(name)
                 await self._backend.create_adapter(name, state.spec, state)
             for entry in client.repeated():
-                await self._repeat(client, entry)
+                await self._work.done(client, entry, client.call_of(entry))
         except (DataError, ConfigError) as error:
             raise _StateLost(f"the adapter's state cannot be brought back: {error}") from error
         self._hold(client)
-
-    async def _repeat(self, client: TrainingClient, entry: Entry) -> None:
-        """Carry out a request again, and say so if it comes to something else."""
-        answer = await self._work.done(client, entry, client.call_of(entry))
-        told = client.log.answer_of(entry) if entry.answered is not None else None
-        if told is not None and told.body != answer.body:
-            _LOG.warning(
-                "%s: request %d, repeated after a death, differs from what it came to before. With the hf engine and "
-                "one thread it does not.", client.facts.model_id, entry.seq,
-            )  # fmt: skip
 
     async def _make_room(self, client: TrainingClient) -> None:
         """Bring adapters that have rested longest to the disk until another one has room."""
@@ -243,8 +229,11 @@ class Ranks:
         if client.is_resident:
             await self._keep(client)
             await client.settled()
-            self._forget(client)
-            await self._backend.drop_adapter(client.facts.model_id)
+            await self._drop(client)
+
+    async def _drop(self, client: TrainingClient) -> None:
+        self._forget(client)
+        await self._backend.drop_adapter(client.facts.model_id)
 
     async def _keep(self, client: TrainingClient) -> None:
         """Take a snapshot, if anything has changed since the last one."""
@@ -273,10 +262,10 @@ class Ranks:
         except DeadlyRequest as again:
             self._tenants.refuse(client.facts.tenant, str(again), time.monotonic() + self._backend.window_s)
 
-    async def _guarded(self, client: TrainingClient, chore: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(self, client: TrainingClient, chore: Chore) -> None:
         """Do for a client what is not a request: its failure is told, and costs no request. Raises `BackendFailed`."""
         try:
-            await chore()
+            await chore(client)
         except TrainerLost as error:
             await self._lost(client, error)
         except BackendFailed:

@@ -108,11 +108,10 @@ class ServedEngines:
     async def sample(self, sampler: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, or from the base model. Raises `DataError` for what cannot be sampled,
         `DeadlyRequest`, and `BackendFailed`."""
-        timeout_s, most = self._config.rollout.generate_timeout_s, max(1, self._config.faults.max_restarts)
+        timeout_s, most = self._config.rollout.generate_timeout_s, max(2, self._config.faults.max_restarts)
         lost: list[str] = []
         while len(lost) < most:
-            is_suspect = 0 < len(lost) == most - 1
-            async with self._suspect_alone if is_suspect else contextlib.nullcontext():
+            async with self._suspect_alone if len(lost) == most - 1 else contextlib.nullcontext():
                 name, handle = await self._chosen()
                 self._under_way[name] += call.num_samples
                 try:
@@ -162,14 +161,14 @@ class ServedEngines:
         """Have an engine replaced, unless another call has. Several others go on meanwhile; one alone is waited for."""
         if self._fleet.handle_of(name) is handle:
             self.num_lost += 1
-            if name in self._pardoned:
-                self._pardoned.discard(name)
-                self._restarts.left(name)
             self._fleet.remove([name])
             self._losses.put_nowait((name, failure))
 
     async def _replace(self, name: str, failure: PenstockError) -> None:
         """Start an engine, bring it all that is published, and give it to callers."""
+        if name in self._pardoned:
+            self._pardoned.remove(name)
+            self._restarts.left(name)
         try:
             if not await replaced(self._fleet, self._restarts, "rollout", [name], failure, self._catch_up):
                 raise BackendFailed(f"{name} died too often: {first_line(failure)}")
@@ -239,8 +238,8 @@ class ClusterBackend(ServedEngines):
         if not await replaced(self._fleet, self._restarts, "trainer", team, failure):
             raise BackendFailed(f"{title_of(team)} died too often: {first_line(failure)}")
         raise DeadlyRequest(
-            f"ranks were lost {faults.max_restarts + 1} times within {faults.window_s:g} s while requests of this key "
-            f"were at work (faults.max_restarts={faults.max_restarts})"
+            f"ranks were lost again after {faults.max_restarts} restarts within {faults.window_s:g} s, each time while "
+            "a request of this key was at work (faults.max_restarts)"
         )
 
     def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:

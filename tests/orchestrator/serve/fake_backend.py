@@ -71,7 +71,7 @@ class FakeBackend:
         assert not self.adapters
         self.losses[tenant] += 1
         if self.losses[tenant] > 3:
-            raise DeadlyRequest("ranks were lost 4 times while requests of this key were at work")
+            raise DeadlyRequest("ranks were lost again after 3 restarts")
 
     async def called(self, what, act):
         number = len(self.calls)
