@@ -7,8 +7,11 @@ A class is what a person would call another way: in turns or apart, how many ste
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.checks import AUTO
@@ -20,15 +23,19 @@ from penstock.orchestrator.configuration.memory.host_memory import HostPart, hos
 from penstock.orchestrator.configuration.memory.memory_view import check_host
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
-from penstock.orchestrator.planning.candidates import Candidate, candidates
+from penstock.orchestrator.planning.candidates import SIZES, Candidate, candidates, with_keys
 from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
 from penstock.orchestrator.planning.costs.run_durations import RunDurations
-from penstock.orchestrator.planning.hardware import GpuKind, Nodes
+from penstock.orchestrator.planning.hardware import KINDS, GpuKind, Nodes
 from penstock.orchestrator.planning.lengths import Lengths
 from penstock.orchestrator.planning.steady import Engines, Estimate, Workload, estimate
 
 LEAST_GAIN = 0.01
 """Gain in a step that is worth another GPU, or a step more of staleness."""
+SHORTEST = 1024
+"""Tokens of the shortest rows that are named where nothing fits."""
+PARTS = (2, 4, 8, 16)
+"""Factors by which rows are shortened, or nodes added, where nothing fits."""
 NOISE = 0.05
 """Difference between two plans that the cost model cannot tell from none."""
 
@@ -147,11 +154,7 @@ class Search:
 
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate. Raises `ResourceError` where it does not fit."""
-        config = candidate.config(self.base)
-        validate(config)
-        kinds = [candidate.ranks, *(kind for kind, _ in candidate.engines)]
-        memory = self.memory(config, min(kinds, key=lambda kind: kind.memory_gib))  # as a run counts it
-        memory.check()
+        memory = self.fitting(candidate)
         ranks = self.durations(memory, candidate.ranks, candidate.ranks)
         engines = tuple(
             Engines(count, self.durations(memory, kind, candidate.ranks), self._slots(memory))
@@ -162,6 +165,25 @@ class Search:
         if (total := min(nodes.host_bytes for nodes in self.cluster)) < math.inf:
             check_host(plan.host, total, "a node has")
         return plan
+
+    def fitting(self, candidate: Candidate) -> RunMemory:
+        """The memory of a candidate. Raises `ResourceError` where it does not fit its GPUs."""
+        config = candidate.config(self.base)
+        validate(config)
+        kinds = [candidate.ranks, *(kind for kind, _ in candidate.engines)]
+        memory = self.memory(config, min(kinds, key=lambda kind: kind.memory_gib))  # as a run counts it
+        memory.check()
+        return memory
+
+    @property
+    def fits(self) -> bool:
+        """True if some candidate fits its GPUs, as it is or offloaded."""
+        for candidate in candidates(self.base, self.flow, self.shapes["policy"], self.cluster):
+            for way in (candidate.offloaded, candidate):
+                with suppress(ResourceError, ConfigError):
+                    self.fitting(way)
+                    return True
+        return False
 
     def memory(self, config: RunConfig, kind: GpuKind) -> RunMemory:
         """The memory of a configuration on GPUs of a kind, with what is `auto` chosen, whether it fits or not."""
@@ -198,8 +220,51 @@ def plan_of(search: Search) -> Plan:
         return search.best()[0]
     reasons = [refusal.reason for refusal in search.refused]
     advice = f" The last that was tried: {reasons[-1]}" if reasons else ""
-    names = ", ".join(str(nodes) for nodes in search.cluster)
-    raise ResourceError(f"Nothing fits {names}.{advice}")
+    if would := what_would_fit(search):
+        advice = f" One of these would: {'; '.join(would)}."
+    raise ResourceError(f"Nothing fits {_named(search.cluster)}.{advice}")
+
+
+def what_would_fit(search: Search) -> list[str]:
+    """Changes of one thing after which a plan fits, the smallest of each kind: of a key, as on the command line, or of
+    the cluster."""
+    ways = (*_with_keys(search), *_on_clusters(search))
+    fitting = (((text, other) for text, other in one if other.fits) for one in ways)
+    return [text for one in fitting for text, _ in islice(one, 1)]
+
+
+def _with_keys(search: Search) -> Iterator[Iterator[tuple[str, Search]]]:
+    """The search with keys that take less memory, by kinds of change."""
+    config, rollout = search.base, search.base.rollout
+    ways: list[list[dict[str, Any]]] = [[{"trainer.lora.rank": 32}]] * (not config.trainer.lora.rank)
+    ways += [[{"trainer.activation_checkpointing": True}]] * (config.trainer.activation_checkpointing is False)
+    ways += [[{"trainer.activation_offload": True}]] * (not config.trainer.activation_offload)
+    ways.append([
+        {"rollout.max_model_len": rollout.max_model_len // part,
+         "rollout.sampling.max_tokens": rollout.sampling.max_tokens // part}
+        for part in PARTS if rollout.max_model_len // part >= SHORTEST
+    ])  # fmt: skip
+    for changes in ways:
+        yield (
+            (" ".join(f"{key}={str(value).lower()}" for key, value in keys.items()),
+             replace(search, base=with_keys(config, keys)))
+            for keys in changes
+        )  # fmt: skip
+
+
+def _on_clusters(search: Search) -> Iterator[Iterator[tuple[str, Search]]]:
+    """The search on more nodes, on nodes with more GPUs, and on larger GPUs."""
+    first, kinds = search.cluster[0], sorted(KINDS.values(), key=lambda kind: kind.memory_gib)
+    for clusters in (
+        [replace(first, count=first.count * part) for part in PARTS],
+        [replace(first, gpus=gpus) for gpus in SIZES if gpus > first.gpus],
+        [replace(first, kind=kind) for kind in kinds if kind.memory_gib > first.kind.memory_gib],
+    ):
+        yield ((f"a cluster of {nodes}", replace(search, cluster=(nodes,))) for nodes in clusters)
+
+
+def _named(cluster: Sequence[Nodes]) -> str:
+    return ", ".join(str(nodes) for nodes in cluster)
 
 
 def cheapest(search: Search, hours: float) -> Search:

@@ -1,6 +1,7 @@
 """The search finds plans that fit and can be run, and more of a resource never makes the best of them slower."""
 
 import io
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from penstock.orchestrator.planning import asked
 from penstock.orchestrator.planning.asked import hours_of, kinds_of, lengths_of, not_counted, overrides_of, search_of
 from penstock.orchestrator.planning.candidates import with_keys
 from penstock.orchestrator.planning.plan_view import with_plan
-from penstock.orchestrator.planning.search import Search, another_class, cheapest, plan_of
+from penstock.orchestrator.planning.search import Search, another_class, cheapest, plan_of, what_would_fit
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
          "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=32")  # fmt: skip
@@ -112,10 +113,33 @@ def test_ranks_go_to_one_kind_and_engines_to_what_is_left() -> None:
     assert best.step_s < min(alone)
 
 
-def test_where_nothing_fits_it_says_what_would() -> None:
-    search = search_of(load_config([*WORDS[:1], "model.path=Qwen/Qwen2.5-72B", *WORDS[2:]]), "1x1:l4", None)
-    with pytest.raises(ResourceError, match=r"Nothing fits 1x1:l4\. The last that was tried: .*"):
+LONG = ("rollout.max_model_len=32768", "rollout.sampling.max_tokens=30720")
+
+
+def config_words(model: str, words: tuple[str, ...]) -> list[str]:
+    return [*WORDS[:1], f"model.path={model}", *WORDS[2:], *words]
+
+
+@pytest.mark.parametrize(("model", "words", "cluster", "named"), [
+    ("Qwen/Qwen2.5-14B", (), "1x1:l4", ["a cluster of 1x2:l4", "a cluster of 1x1:a100-40gb"]),
+    ("Qwen/Qwen2.5-7B", ("trainer.activation_checkpointing=false", *LONG), "1x1:l40s",
+     ["trainer.activation_checkpointing=true", "rollout.max_model_len=4096 rollout.sampling.max_tokens=3840"]),
+])  # fmt: skip
+def test_where_nothing_fits_it_says_what_would(
+    model: str, words: tuple[str, ...], cluster: str, named: list[str]
+) -> None:
+    """And each that is named does."""
+    search = search_of(load_config(config_words(model, words)), cluster, None)
+    with pytest.raises(ResourceError, match=re.escape(f"Nothing fits {cluster}. One of these would: ")) as error:
         plan_of(search)
+    changes = what_would_fit(search)
+    assert set(named) <= set(changes)
+    for one in changes:
+        assert one in str(error.value)
+        larger = one.removeprefix("a cluster of ")
+        keys = one.split() if larger == one else []
+        other = larger if larger != one else cluster
+        assert search_of(load_config(config_words(model, (*words, *keys))), other, None).fits
 
 
 LARGE = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-72B", *WORDS[2:])
