@@ -139,9 +139,6 @@ class Checkpoints:
             raise _missing(address)
         return found
 
-    def spec(self, address: Address) -> AdapterSpec:
-        return read_spec(self.file(address))
-
     def state(self, address: Address, *, with_optimizer: bool) -> AdapterState:
         file = self.file(address)
         if with_optimizer and address.folder != "weights":
@@ -203,7 +200,9 @@ class Checkpoints:
     def archive(self, address: Address) -> Iterator[bytes]:
         """A tar of a checkpoint, in parts: the adapter as PEFT reads it, and for training its whole state."""
         facts, state = self.get(address), self.state(address, with_optimizer=address.folder == "weights")
-        files = {FACTS: json.dumps(asdict(replace(facts, file=STATE))).encode(), **_files_of(state)}
+        is_whole, weights = state.spec.is_whole, state.weights()
+        files = {WHOLE_NAME: save(weights, {"format": "pt"})} if is_whole else peft_files(state)
+        files[FACTS] = json.dumps(asdict(replace(facts, file=STATE))).encode()
         if address.folder == "weights":
             files[STATE] = self.file(address).read_bytes()
         for name, data in files.items():
@@ -251,12 +250,6 @@ def _safe(run: str) -> str:
     if not NAME.fullmatch(run.replace(":", "_")):
         raise NoCheckpoint(f"{run[:100]!r} is no training run of this server.")
     return run.replace(":", "_")
-
-
-def _files_of(state: AdapterState) -> dict[str, bytes]:
-    """Weights as others read them: an adapter with its configuration, or a whole model's, to be put beside the base
-    model's configuration and tokenizer."""
-    return {WHOLE_NAME: save(state.weights(), {"format": "pt"})} if state.spec.is_whole else peft_files(state)
 
 
 def write_state(file: Path, state: AdapterState) -> int:

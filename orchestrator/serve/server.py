@@ -23,7 +23,6 @@ from penstock.metering.meters import Meters
 from penstock.network.heads import BACKLOG, CONNECTIONS, Heads
 from penstock.network.machine import raise_limit
 from penstock.orchestrator.observability.ui.server.app import listen
-from penstock.orchestrator.run_directory.run_lock import RunLock
 from penstock.orchestrator.serve.backend import Backend
 from penstock.orchestrator.serve.endpoints.routes import routes
 from penstock.orchestrator.serve.service import Service
@@ -48,8 +47,9 @@ class Server:
     def __init__(
         self, config: ServeConfig, backend: Backend, directory: Path, key: str = "", meters: Meters | None = None
     ) -> None:
-        """`directory`: of the run; what another server has left there goes on. `key`: of the only tenant, or of the
-        operator where there are tenants. `meters`: take what is measured. Raises `ConfigError`."""
+        """`directory`: in that of the run, which this process has locked; what another server has left there goes on.
+        `key`: of the only tenant, or of the operator where there are tenants. `meters`: take what is measured. Raises
+        `ConfigError`."""
         messages()
         self._meters = meters
         self._config, self._backend, self._directory = config, backend, directory
@@ -59,14 +59,11 @@ class Server:
         self._http: _Http | None = None
         self._heads = Heads()
         self._serving: asyncio.Task[None] | None = None
-        self._lock: RunLock | None = None
 
     async def start(self) -> str:
-        """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port is in use, `RunInUse` if
-        the directory is."""
+        """Start; returns the address for TINKER_BASE_URL. Raises `ConfigError` if the port is in use."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._directory.chmod(0o700)
-        self._lock = RunLock.take(self._directory, str(self._directory))
         known = self.key_file.read_text() if self.key_file.exists() else ""
         tenants = Tenants(self._config, self.key, known, self._meters)
         is_made, self.key = tenants.key != self.key, tenants.key
@@ -118,8 +115,6 @@ class Server:
             self._http.should_exit = True
             await asyncio.wait([self._serving], timeout=1.5 * GRACE_S)
             self._heads.close()
-        if self._lock is not None:
-            self._lock.release()
 
     def status(self) -> dict[str, Any]:
         """Tenants, their training clients, queues, and what each waits for, as plain data."""

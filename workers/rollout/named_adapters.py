@@ -68,11 +68,15 @@ def check_whole(name: str, state: AdapterState, shapes: Mapping[str, tuple[int, 
 
 
 def write_peft(directory: Path, state: AdapterState) -> None:
-    """Write an adapter as PEFT does: its tensors, and its rank and alpha, by which vLLM scales it."""
-    from safetensors.numpy import save_file
-
     directory.mkdir()
+    for name, data in peft_files(state).items():
+        (directory / name).write_bytes(data)
+
+
+def peft_files(state: AdapterState) -> dict[str, bytes]:
+    """Files of an adapter as PEFT writes them: its tensors, and its rank and alpha, by which vLLM scales it."""
+    from safetensors.numpy import save
+
     config = LoraConfig(rank=state.spec.rank, alpha=state.spec.alpha, target_modules=ends(factors_of(state)))
-    (directory / CONFIG_NAME).write_text(json.dumps(peft_config(config)))
     tensors = {name: np.ascontiguousarray(value) for name, value in state.weights().items()}
-    save_file(tensors, directory / FILE_NAME)
+    return {FILE_NAME: save(tensors), CONFIG_NAME: json.dumps(peft_config(config)).encode()}

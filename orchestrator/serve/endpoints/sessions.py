@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from penstock.network.proxies import LOOPBACK
-from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, NoCheckpoint, iso
+from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, NoCheckpoint, iso, read_spec
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json, refused
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.training_client import ClientFacts, rank_of
@@ -167,7 +167,7 @@ async def download(service: Service, request: Request) -> Response:
 async def weights_info(exchange: Exchange) -> Response:
     address = Address.parse(exchange.fields.need("tinker_path"))
     run = exchange.service.sessions.run(exchange.tenant, address.run)
-    spec = await asyncio.to_thread(exchange.service.checkpoints.spec, address)
+    spec = await asyncio.to_thread(lambda: read_spec(exchange.service.checkpoints.file(address)))
     return as_json({
         "base_model": run.base_model, "is_lora": not spec.is_whole, "lora_rank": rank_of(spec),
         "train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn,

@@ -6,9 +6,10 @@ protobuf with bytes or as JSON with numbers. Here both become numpy arrays.
 """
 
 import importlib
-import importlib.util
+import importlib.metadata
 from functools import cache
-from pathlib import Path
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,17 +27,14 @@ LARGEST_TENSOR = 2**28
 @cache
 def messages() -> Any:
     """The module of the messages. Raises `ConfigError` without the extra."""
-    found = importlib.util.find_spec("tinker")
-    files = [
-        Path(place) / "proto" / "tinker_public_pb2.py" for place in (found and found.submodule_search_locations) or ()
-    ]
-    for file in files:
-        spec = importlib.util.spec_from_file_location("penstock_tinker_messages", file)
-        if file.is_file() and spec is not None and spec.loader is not None:
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-    raise _no_extra("tinker.proto.tinker_public_pb2 is not there")
+    try:
+        file = importlib.metadata.distribution("tinker").locate_file("tinker/proto/tinker_public_pb2.py")
+        loader = SourceFileLoader("penstock_tinker_messages", str(file))
+        module = ModuleType(loader.name)
+        loader.exec_module(module)
+    except (ImportError, FileNotFoundError):
+        raise _no_extra("tinker.proto.tinker_public_pb2 is not there") from None
+    return module
 
 
 def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:

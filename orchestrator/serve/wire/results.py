@@ -6,6 +6,7 @@ Legend: P prompt tokens, T sampled ones, K per token.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,9 @@ def forward_answer(output: ForwardOutput) -> Answer:
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for name, value in output.metrics.items():
         message.metrics[f"{name}:sum"] = value
-    for trailing, arrays in _alike(output.logprobs):
+    values = [np.ascontiguousarray(array, "<f4") for array in output.logprobs]
+    for trailing, alike in groupby(values, key=lambda value: value.shape[1:]):
+        arrays = list(alike)
         ends = np.cumsum([0, *(array.nbytes for array in arrays)])
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
         field = record.fields["logprobs"]
@@ -91,18 +94,6 @@ def sample_answer(output: SampleOutput, request: SampleRequest) -> Answer:
         tensor = sparse_message(told, is_there) if request.is_sparse else tensor_message(told)
         message.target_prompt_logprobs.CopyFrom(tensor)
     return Answer(message.SerializeToString(deterministic=True), SAMPLE)
-
-
-def _alike(arrays: list[np.ndarray]) -> list[tuple[list[int], list[np.ndarray]]]:
-    """Runs of neighbours whose shapes are the same but for the first dimension."""
-    found: list[tuple[list[int], list[np.ndarray]]] = []
-    for array in arrays:
-        value = np.ascontiguousarray(array, "<f4")
-        trailing = list(value.shape[1:])
-        if not found or found[-1][0] != trailing:
-            found.append((trailing, []))
-        found[-1][1].append(value)
-    return found
 
 
 def _top(top: TopTokens, num_hidden: int) -> Any:

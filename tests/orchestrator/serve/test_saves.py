@@ -12,7 +12,7 @@ import pytest
 from penstock.conf.errors import DataError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve import checkpoints
-from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
+from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint, read_spec
 from penstock.orchestrator.serve.server import Server
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.tenants import Tenants
@@ -188,7 +188,7 @@ def test_a_save_that_is_repeated_keeps_the_bits_that_clients_may_know(tmp_path):
     saves = Checkpoints(tmp_path)
     first = saves.save(facts(3), state(2), overwrite=False)
     assert saves.save(facts(3), state(3), overwrite=False) == first
-    assert saves.spec(first.address).rank == 2
+    assert read_spec(saves.file(first.address)).rank == 2
     with pytest.raises(DataError, match="overwrite=True"):
         saves.save(facts(4), state(2), overwrite=False)
 
@@ -200,9 +200,9 @@ def test_a_save_that_dies_between_state_and_facts_leaves_the_one_before(tmp_path
         patch.setattr(checkpoints, "write_whole", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             saves.save(facts(4), state(3), overwrite=True)
-    assert (saves.get(before.address), saves.spec(before.address).rank) == (before, 2)
+    assert (saves.get(before.address), read_spec(saves.file(before.address)).rank) == (before, 2)
     assert saves.save(facts(4), state(4), overwrite=True).seq == 4
-    assert saves.spec(before.address).rank == 4
+    assert read_spec(saves.file(before.address)).rank == 4
 
 
 def test_checkpoints_of_the_version_before_are_read_overwritten_and_deleted(tmp_path):
@@ -213,9 +213,9 @@ def test_checkpoints_of_the_version_before_are_read_overwritten_and_deleted(tmp_
     told = json.loads((folder / "checkpoint.json").read_text())
     del told["file"]
     (folder / "checkpoint.json").write_text(json.dumps(told))
-    assert saves.spec(address).rank == 2
+    assert read_spec(saves.file(address)).rank == 2
     saves.save(facts(4), state(3), overwrite=True)
-    assert saves.spec(address).rank == 3
+    assert read_spec(saves.file(address)).rank == 3
     old = "run/weights/name/state.safetensors"
     assert saves.superseded(address) == [old]
     assert saves.file(address, old).exists()

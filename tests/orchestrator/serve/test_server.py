@@ -1,18 +1,15 @@
 """The server over HTTP, as plain requests: keys, limits, isolation, repeated creation, restarts, gaps, deletions."""
 
 import asyncio
-import errno
-import fcntl
 import itertools
 import json
-import os
 import re
 from dataclasses import replace
 
 import httpx
 import pytest
 
-from penstock.conf.errors import ConfigError, RunInUse
+from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.metering.table import METRICS
 from penstock.orchestrator.serve import samples, service
@@ -423,21 +420,8 @@ def test_samples_are_cancelled_under_way_or_waiting_and_stay_so(tmp_path):
     serve(tmp_path, again, Held(), config)
 
 
-def test_a_server_runs_on_a_shared_disk_that_has_no_locks(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    async def act(_, http):
-        await Client(http).session()
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    serve(tmp_path, act)
-
-
-def test_two_servers_do_not_share_a_directory_or_a_port(tmp_path):
+def test_two_servers_do_not_share_a_port(tmp_path):
     async def act(server, http):
-        with pytest.raises(RunInUse, match="is in use by process"):
-            await Server(ServeConfig(port=0), FakeBackend(), tmp_path).start()
         with pytest.raises(ConfigError, match="Choose another"):
             await Server(ServeConfig(port=http.base_url.port), FakeBackend(), tmp_path / "other").start()
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.amounts import amount
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
@@ -27,6 +26,7 @@ from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.protocols import Sampling
 from penstock.workers.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, ForwardOutput
+from tests.amounts import amount
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5)
 
