@@ -6,7 +6,7 @@ from typing import Any
 from penstock.metering import table
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.tenants import OPERATOR
-from penstock.orchestrator.serve.training_client import TrainingClient, rank_of
+from penstock.orchestrator.serve.training_client import TrainingClient
 
 
 def status(service: Service, who: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _client(service: Service, client: TrainingClient) -> dict[str, Any]:
         "id": client.facts.model_id,
         "session": client.facts.session_id,
         "base_model": client.facts.base_model,
-        "rank": rank_of(client.spec),
+        "rank": client.facts.rank,
         "next": client.next_seq,
         "waiting": client.num_waiting,
         "on_ranks": client.is_resident,

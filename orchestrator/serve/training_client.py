@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.loops.verbs import seed_of
-from penstock.orchestrator.serve.checkpoints import read_spec, read_state, write_state
+from penstock.orchestrator.serve.checkpoints import read_state, write_state
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
 from penstock.orchestrator.serve.wire import requests
 from penstock.orchestrator.serve.wire.bodies import Body, read
@@ -46,6 +46,8 @@ class ClientFacts:
     base_model: str
     created: float
     metadata: dict[str, Any] | None = None
+    rank: int | None = None
+    """Rank of the adapter; None: all weights are trained, or the version before has made it."""
 
 
 class TrainingClient:
@@ -103,16 +105,6 @@ class TrainingClient:
     def call_of(self, entry: Entry) -> Call:
         """What a request asks for, from any thread. Raises `BadRequest`."""
         return decoded(entry, self.log.body_of(entry), self.facts, self._max_rank)
-
-    async def shape(self) -> AdapterSpec | None:
-        """The adapter's shape, found on the disk after a start; None while it is not made."""
-        if self.spec is None and self._snapshot is not None:
-            self.spec = await asyncio.to_thread(read_spec, self._snapshot)
-        first = self.log.entries.get(0)
-        if self.spec is None and first is not None and first.is_done.is_set() and first.body is not None:
-            call = decoded(first, self.log.body_of(first), self.facts, self._max_rank)
-            self.spec = call.spec if isinstance(call, CreateCall) else None
-        return self.spec
 
     async def finish(self) -> None:
         """Go on to the request after the one that was answered."""
@@ -191,11 +183,6 @@ def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int
         case "save_weights_external":
             raise BadRequest("weights are not exported to other stores here: use save_weights_for_sampler.", "path")
     raise BadRequest(f"{entry.kind} is no request of a training client.")
-
-
-def rank_of(spec: AdapterSpec | None) -> int | None:
-    """Rank of an adapter, as clients are told of it; None while it is not made, and for a whole model."""
-    return None if spec is None or spec.is_whole else spec.rank
 
 
 def seed_of_client(model_id: str) -> int:

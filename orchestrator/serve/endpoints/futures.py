@@ -2,24 +2,27 @@
 future. A client asks for the result until it is there; a question is held up to `serve.poll_s`."""
 
 import asyncio
-import contextlib
 import time
+from dataclasses import replace
 
 from starlette.responses import Response
 
-from penstock.orchestrator.serve.checkpoints import Address
+from penstock.orchestrator.serve.checkpoints import Address, read_spec
 from penstock.orchestrator.serve.endpoints.exchange import Endpoint, Exchange, as_json
 from penstock.orchestrator.serve.endpoints.sessions import tokenizer_of
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog, ResultGone
 from penstock.orchestrator.serve.samples import number_of, sampler_id
 from penstock.orchestrator.serve.service import Refused, client_id
 from penstock.orchestrator.serve.sessions import NotFound, Sampler
-from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded, rank_of
+from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded
 from penstock.orchestrator.serve.wire import requests
+from penstock.orchestrator.serve.wire.requests import CreateCall
 from penstock.workers.gateway.http.errors import BadRequest
 
 LARGE_BYTES = 2**20
 """Size from which a result is announced first, to clients that want it so."""
+MOST_SAMPLERS = 2**16
+"""Most sampling sessions of a session."""
 ENDING_S = 1.0
 """Seconds that a question is held while the server ends."""
 
@@ -44,16 +47,11 @@ async def create_model(exchange: Exchange) -> Response:
 
 
 async def get_info(exchange: Exchange) -> Response:
-    client = exchange.service.client(exchange.tenant, exchange.fields.need("model_id"))
-    first = client.log.entries.get(0)
-    if client.spec is None and first is not None and not first.is_done.is_set():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(first.is_done.wait(), exchange.service.config.poll_s)
-    spec, facts = await client.shape(), client.facts
+    facts = exchange.service.client(exchange.tenant, exchange.fields.need("model_id")).facts
     data = {"arch": None, "model_name": facts.base_model, "tokenizer_id": tokenizer_of(exchange.service)}
     return as_json({
         "type": "get_info", "model_data": data, "model_id": facts.model_id, "model_name": facts.base_model,
-        "is_lora": not exchange.service.backend.facts.is_whole, "lora_rank": rank_of(spec),
+        "is_lora": not exchange.service.backend.facts.is_whole, "lora_rank": facts.rank,
     })  # fmt: skip
 
 
@@ -72,12 +70,15 @@ async def _create(exchange: Exchange, kind: str) -> Response:
     model_id = client_id(session.id, given.need("model_seq_id"))
     facts = ClientFacts(model_id, session.id, exchange.tenant, name, time.time(), given.metadata)
     asked = Asked(0, kind, exchange.body, exchange.header("content-type"))
-    decoded(asked, exchange.body, facts, service.backend.facts.max_rank)  # refused at once: it is the first
-    if kind == "load_model":
+    call = decoded(asked, exchange.body, facts, service.backend.facts.max_rank)  # refused at once: it is the first
+    assert isinstance(call, CreateCall)
+    spec = call.spec
+    if spec is None:
         address = Address.parse(given.need("path"))
         service.sessions.run(exchange.tenant, address.run)
-        await asyncio.to_thread(service.checkpoints.get, address)
-    return await _take(exchange, await service.create_client(facts), asked)
+        spec = await asyncio.to_thread(lambda: read_spec(service.checkpoints.file(address)))
+    client = await service.create_client(replace(facts, rank=spec.rank or None))
+    return await _take(exchange, client, asked)
 
 
 def base_model(exchange: Exchange, given: str | None, *, needed: bool) -> str:
@@ -94,10 +95,6 @@ async def _take(exchange: Exchange, client: TrainingClient, asked: Asked) -> Res
     await exchange.service.accept(client, asked)
     model_id = client.facts.model_id
     return as_json({"request_id": f"{model_id}:{asked.seq}", "model_id": model_id})
-
-
-MOST_SAMPLERS = 2**16
-"""Most sampling sessions of a session."""
 
 
 async def create_sampling_session(exchange: Exchange) -> Response:

@@ -17,7 +17,7 @@ from penstock.network.proxies import LOOPBACK
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, NoCheckpoint, iso, read_spec
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json, refused
 from penstock.orchestrator.serve.service import Service
-from penstock.orchestrator.serve.training_client import ClientFacts, rank_of
+from penstock.orchestrator.serve.training_client import ClientFacts
 from penstock.orchestrator.serve.wire.messages import zstandard
 from penstock.workers.gateway.http.errors import BadRequest
 
@@ -169,7 +169,7 @@ async def weights_info(exchange: Exchange) -> Response:
     run = exchange.service.sessions.run(exchange.tenant, address.run)
     spec = await asyncio.to_thread(lambda: read_spec(exchange.service.checkpoints.file(address)))
     return as_json({
-        "base_model": run.base_model, "is_lora": not spec.is_whole, "lora_rank": rank_of(spec),
+        "base_model": run.base_model, "is_lora": not spec.is_whole, "lora_rank": spec.rank or None,
         "train_unembed": spec.train_unembed, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn,
     })  # fmt: skip
 
@@ -182,10 +182,9 @@ def _address(exchange: Exchange) -> Address:
 
 def _run(service: Service, run: ClientFacts) -> dict[str, Any]:
     found = service.checkpoints.of_run(run.model_id)
-    client = service.clients.get(run.model_id)
     return {
         "training_run_id": run.model_id, "base_model": run.base_model, "model_owner": run.tenant,
-        "is_lora": not service.backend.facts.is_whole, "lora_rank": rank_of(client.spec if client else None),
+        "is_lora": not service.backend.facts.is_whole, "lora_rank": run.rank,
         "corrupted": False,
         "last_request_time": iso(max([run.created, *(one.time for one in found)])),
         "last_checkpoint": _last(found, "weights"), "last_sampler_checkpoint": _last(found, "sampler_weights"),

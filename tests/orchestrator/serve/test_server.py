@@ -214,6 +214,7 @@ def test_what_was_made_goes_on_in_the_next_server(tmp_path):
         )
         assert len((await client.result(again))["sequences"][0]["tokens"]) == 4 * 4
         assert (await client.post("get_info", {"model_id": seen["model"]}))["lora_rank"] == 2
+        assert (await client.get(f"/api/v1/training_runs/{seen['model']}")).json()["lora_rank"] == 2
         future = await client.post("optim_step", {"model_id": seen["model"], "seq_id": 2, "adam_params": {}})
         assert (await client.result(future))["metrics"] == {"grad_norm": 0.0}
         joined = [await client.post("join_sampling_session", {"sampling_session_id": seen["sampler"]}) for _ in "ab"]
