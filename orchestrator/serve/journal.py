@@ -234,8 +234,8 @@ _END = _framed(Record({}, 0, 0), b"")
 def _end(file: int, num_bytes: int) -> None:
     """End a file behind its last record. Not synced: a power cut may take the end, and then damage of the last batch
     looks like a torn one."""
-    os.ftruncate(file, num_bytes)
     with contextlib.suppress(OSError):
+        os.ftruncate(file, num_bytes)
         os.pwrite(file, _END, num_bytes)
 
 

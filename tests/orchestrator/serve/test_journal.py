@@ -134,6 +134,20 @@ def test_whoever_waits_for_a_write_hears_of_any_failure(tmp_path, monkeypatch):
     assert [header["seq"] for header, _ in read(tmp_path / "a.journal")] == [1]
 
 
+def test_a_record_on_the_disk_is_acknowledged_though_no_end_can_be_marked(tmp_path, monkeypatch):
+    async def scenario():
+        journal = Journal(tmp_path / "a.journal")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", lambda *_: _raise(OSError(5, "Input/output error")))
+            await journal.append({"seq": 0}, b"kept")
+        assert [record.header["seq"] for record in Journal(journal.path).records] == [0]
+        await journal.append({"seq": 1}, b"later")
+        await journal.close()
+
+    asyncio.run(scenario())
+    assert [header["seq"] for header, _ in read(tmp_path / "a.journal")] == [0, 1]
+
+
 def _raise(error):
     raise error
 
