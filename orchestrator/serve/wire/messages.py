@@ -111,8 +111,10 @@ def array_of_message(tensor: Any, field: str) -> np.ndarray:
     if tensor.WhichOneof("encoding") == "sparse_csr":
         csr = tensor.sparse_csr
         rows, columns = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
-        return _widened(_dense(_buffer(csr.values, dtype, field), rows, columns, shape, field))
-    return _widened(_shaped(_buffer(tensor.dense, dtype, field), shape or None, field))
+        found = _dense(numbers(csr.values, dtype, field), rows, columns, shape, field)
+    else:
+        found = _shaped(numbers(tensor.dense, dtype, field), shape or None, field)
+    return found.astype(np.float32 if dtype.kind == "f" else np.int64)
 
 
 def array_of_body(tensor: Tensor, field: str, absent: int = 0) -> np.ndarray:
@@ -127,17 +129,11 @@ def array_of_body(tensor: Tensor, field: str, absent: int = 0) -> np.ndarray:
     return _shaped(values, tensor.shape, field)
 
 
-def tensor_message(value: np.ndarray) -> Any:
-    """A dense `Tensor` of an array, float32 or int64."""
+def tensor_message(value: np.ndarray, is_there: np.ndarray | None = None) -> Any:
+    """A `Tensor` of real numbers: dense, or sparse with those of a matrix at the places that are there."""
     pb = messages()
-    is_real = value.dtype.kind == "f"
-    dtype = pb.DTYPE_FLOAT32 if is_real else pb.DTYPE_INT64
-    return pb.Tensor(dense=value.astype("<f4" if is_real else "<i8").tobytes(), dtype=dtype, shape=list(value.shape))
-
-
-def sparse_message(value: np.ndarray, is_there: np.ndarray) -> Any:
-    """A sparse `Tensor` with the values of a matrix at the places that are there."""
-    pb = messages()
+    if is_there is None:
+        return pb.Tensor(dense=value.astype("<f4").tobytes(), dtype=pb.DTYPE_FLOAT32, shape=list(value.shape))
     rows, columns = np.nonzero(is_there)
     starts = np.concatenate([[0], np.cumsum(is_there.sum(axis=1))])
     csr = pb.SparseCsr(
@@ -148,12 +144,8 @@ def sparse_message(value: np.ndarray, is_there: np.ndarray) -> Any:
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=list(value.shape))
 
 
-def token_array(data: bytes, field: str) -> np.ndarray:
-    """Tokens of a chunk of text, `[T]` int32."""
-    return _buffer(data, np.dtype("<i4"), field)
-
-
-def _buffer(data: bytes, dtype: np.dtype[Any], field: str) -> np.ndarray:
+def numbers(data: bytes, dtype: np.dtype[Any], field: str) -> np.ndarray:
+    """The array that bytes are. Raises `BadRequest`."""
     if len(data) % dtype.itemsize:
         raise BadRequest(f"has {len(data)} bytes, which is no whole number of {dtype.name}.", field)
     return np.frombuffer(data, dtype)
@@ -180,10 +172,6 @@ def _dense(
     found = np.full(shape, absent, values.dtype)
     found[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return found
-
-
-def _widened(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
 
 
 @cache

@@ -32,8 +32,8 @@ from penstock.orchestrator.serve.wire.messages import (
     array_of_body,
     array_of_message,
     check_fields,
+    numbers,
     parsed_message,
-    token_array,
 )
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.protocols import Sampling
@@ -180,7 +180,7 @@ def _datum_of_message(datum: Any, path: str) -> Datum:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise no_chunk(str(kind), f"{path}.model_input")
-        tokens.append(token_array(chunk.encoded_text.tokens, f"{path}.model_input"))
+        tokens.append(numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{path}.model_input"))
     inputs = {name: array_of_message(value, f"{path}.loss_fn_inputs.{name}")
               for name, value in datum.loss_fn_inputs.items()}  # fmt: skip
     return _datum(np.concatenate(tokens) if tokens else np.empty(0, np.int32), inputs, path)

@@ -11,13 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.orchestrator.serve.wire.messages import (
-    JSON,
-    PROTOBUF,
-    messages,
-    sparse_message,
-    tensor_message,
-)
+from penstock.orchestrator.serve.wire.messages import JSON, PROTOBUF, messages, tensor_message
 from penstock.orchestrator.serve.wire.requests import SampleRequest
 from penstock.workers.sample_calls import SampleOutput, TopTokens
 from penstock.workers.training_calls import ForwardOutput
@@ -90,9 +84,8 @@ def sample_answer(output: SampleOutput, request: SampleRequest) -> Answer:
         message.topk_prompt_logprobs.CopyFrom(_top(output.top_prompt, num_hidden))
     if output.target_logprobs is not None and request.call.target_prompt_ids is not None:
         told = np.asarray(output.target_logprobs, np.float32)
-        is_there = request.call.target_prompt_ids != -1
-        tensor = sparse_message(told, is_there) if request.is_sparse else tensor_message(told)
-        message.target_prompt_logprobs.CopyFrom(tensor)
+        is_there = request.call.target_prompt_ids != -1 if request.is_sparse else None
+        message.target_prompt_logprobs.CopyFrom(tensor_message(told, is_there))
     return Answer(message.SerializeToString(deterministic=True), SAMPLE)
 
 
