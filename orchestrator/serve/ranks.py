@@ -191,6 +191,8 @@ class Ranks:
                 if not client.is_resident:
                     self._forget(client)
                 return failure(str(error), is_users=True)
+            except OSError as error:
+                raise JournalError(f"request {entry.seq}: {error}. It is tried again.") from error
             except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
                 _LOG.exception("%s: request %d has failed", client.facts.model_id, entry.seq)
                 self._forget(client)

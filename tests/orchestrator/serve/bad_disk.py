@@ -1,6 +1,7 @@
 """A disk that refuses calls: full, at its largest file, or without descriptors."""
 
 import errno
+import io
 import itertools
 import os
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EMFILE)
 @contextmanager
 def refusing(directory, refuses):
     """Refuse writes and openings below a directory. `refuses`: asked for each, with its number and its file."""
-    numbers, real = itertools.count(), {name: getattr(os, name) for name in ("pwrite", "open")}
+    numbers, real = itertools.count(), {"pwrite": os.pwrite, "open": os.open, "io": io.open}
 
     def checked(name, what, *arguments, **more):
         file = os.readlink(f"/proc/self/fd/{what}") if name == "pwrite" else str(what)
@@ -26,5 +27,6 @@ def refusing(directory, refuses):
     with (
         patch.object(os, "pwrite", lambda *given: checked("pwrite", *given)),
         patch.object(os, "open", lambda *given, **more: checked("open", *given, **more)),
+        patch.object(io, "open", lambda *given, **more: checked("io", *given, **more)),
     ):
         yield
