@@ -59,6 +59,15 @@ class Served:
         """Processes of the cluster whose title has a word, such as `Trainer`."""
         return [process for process in self._family() if process.info["name"].startswith(f"ray::{word}")]
 
+    @property
+    def process(self) -> psutil.Process:
+        """The process that listens, which a warm one may have forked."""
+        port = int(self.url.rpartition(":")[2])
+        sockets = psutil.net_connections("tcp")
+        pids = {one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
+        assert len(pids) == 1, "\n".join([f"{len(pids)} processes listen at {self.url}", *self.lines[-40:]])
+        return psutil.Process(*pids)
+
     def _family(self) -> list[psutil.Process]:
         """The server and all that it started: nobody else works in its directory. Warm processes have other parents."""
         named = psutil.process_iter(["cwd", "name"])
