@@ -18,7 +18,6 @@ from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, NoCheck
 from penstock.orchestrator.serve.endpoints.exchange import Exchange, as_json, refused
 from penstock.orchestrator.serve.service import Service
 from penstock.orchestrator.serve.training_client import ClientFacts
-from penstock.orchestrator.serve.wire.messages import zstandard
 from penstock.workers.gateway.http.errors import BadRequest
 
 CHUNK_BYTES, CHUNK_LENGTH = 5_000_000, 1024
@@ -35,7 +34,7 @@ async def client_config(exchange: Exchange) -> Response:
     return as_json({
         "pjwt_auth_enabled": False,
         "proto_write_fwdbwd": True,
-        "proto_compress_fwdbwd": zstandard() is not None,
+        "proto_compress_fwdbwd": True,
         "parallel_fwdbwd_chunks": True,
         "fwdbwd_max_chunk_len": CHUNK_LENGTH,
         "fwdbwd_max_chunk_bytes_count": CHUNK_BYTES,

@@ -32,25 +32,28 @@ def messages() -> Any:
         loader = SourceFileLoader("penstock_tinker_messages", str(file))
         module = ModuleType(loader.name)
         loader.exec_module(module)
-    except (ImportError, FileNotFoundError):
-        raise _no_extra("tinker.proto.tinker_public_pb2 is not there") from None
+        importlib.import_module("zstandard")  # which bodies are packed by
+    except (ImportError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{error}: the server speaks the messages of the Tinker SDK, which come with the extra: pip install "
+            "'penstock[serve]'."
+        ) from None
     return module
 
 
 def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     """The body of a request as it was before its `Content-Encoding`. Raises `BadRequest`, `TooLarge`."""
+    import zstandard
+
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
         raise BadRequest(f"Content-Encoding {encoding!r} is unknown: send zstd, or none.")
-    zstd = zstandard()
-    if zstd is None:
-        raise _no_extra("zstandard is not installed")
     limit_bytes = min(limit_bytes, max(PLAIN_BYTES, MOST_RATIO * len(body)))
     try:
-        with zstd.ZstdDecompressor().stream_reader(body) as reader:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
             data: bytes = reader.read(limit_bytes + 1)
-    except zstd.ZstdError as error:
+    except zstandard.ZstdError as error:
         raise BadRequest(f"the body is no zstd: {error}.") from None
     check_size(len(data), limit_bytes)
     return data
@@ -172,19 +175,3 @@ def _dense(
     found = np.full(shape, absent, values.dtype)
     found[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return found
-
-
-@cache
-def zstandard() -> Any | None:
-    """The module that unpacks zstd; None where it is not installed, and clients send data as it is."""
-    try:
-        return importlib.import_module("zstandard")
-    except ImportError:
-        return None
-
-
-def _no_extra(why: str) -> ConfigError:
-    return ConfigError(
-        f"{why}: the server speaks the messages of the Tinker SDK, which come with the extra: pip install "
-        "'penstock[serve]'."
-    )

@@ -7,6 +7,7 @@ import socket
 
 import httpx
 import pytest
+import zstandard
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
@@ -14,7 +15,6 @@ from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.network.listener import MAX_PENDING
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.orchestrator.serve.server import Server
-from penstock.orchestrator.serve.wire.messages import zstandard
 from penstock.workers.training_calls import Datum
 from tests.orchestrator.serve.fake_backend import FakeBackend
 from tests.orchestrator.serve.scripted_client import forward_body
@@ -24,7 +24,7 @@ LISTS = 2**20 // 3 * b"[],"
 
 
 def test_a_small_body_that_unpacks_to_a_large_one_is_refused_unread(tmp_path):
-    bomb = zstandard().ZstdCompressor().compress(b'{"session_id": "x", "a": [' + 16 * LISTS + b"[]]}")
+    bomb = zstandard.ZstdCompressor().compress(b'{"session_id": "x", "a": [' + 16 * LISTS + b"[]]}")
     assert len(bomb) < 4096
 
     async def act(_, http):

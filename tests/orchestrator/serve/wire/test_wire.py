@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker import types
@@ -12,7 +13,7 @@ from tinker.proto.response_conv import deserialize_proto_response
 
 from penstock.orchestrator.loops.verbs import seed_of
 from penstock.orchestrator.serve.wire.bodies import Body, TooLarge, read
-from penstock.orchestrator.serve.wire.messages import PROTOBUF, unpacked, zstandard
+from penstock.orchestrator.serve.wire.messages import PROTOBUF, unpacked
 from penstock.orchestrator.serve.wire.requests import (
     SampleRequest,
     create_call,
@@ -137,7 +138,7 @@ def test_samples_have_a_seed_and_room():
 
 
 def test_a_small_body_that_unpacks_to_a_large_one_is_refused():
-    packed = zstandard().ZstdCompressor().compress(bytes(10**6))
+    packed = zstandard.ZstdCompressor().compress(bytes(10**6))
     assert unpacked(packed, "zstd", 10**6) == bytes(10**6)
     with pytest.raises(TooLarge, match="max_body_mib"):
         unpacked(packed, "zstd", 10**6 - 1)
