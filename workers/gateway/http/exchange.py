@@ -12,7 +12,7 @@ from typing import Any
 from penstock.workers.gateway.formats.conversation import Message
 from penstock.workers.gateway.formats.forced import ANY
 from penstock.workers.gateway.http.errors import Failure, as_openai
-from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.fields import MOST_VALUES, Fields, has_many
 from penstock.workers.gateway.http.pictures import PictureReader, in_order
 from penstock.workers.trajectory import Turn
 
@@ -133,6 +133,8 @@ def arguments_of(call: Fields, name: str) -> Mapping[str, Any]:
     """Arguments of a call that comes back: JSON text or an object."""
     value = call.raw(name)
     if isinstance(value, str):
+        if has_many(value.encode()):  # which escapes hide from the count of the body
+            raise call.wrong(name, f"has more than {MOST_VALUES:,} values.")
         try:
             value = json.loads(value) if value.strip() else {}
         except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ MOST_VALUES = 2**20
 
 def parsed(body: bytes) -> "Fields":
     """The object of a request's body."""
-    if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+    if has_many(body):
         raise BadRequest(f"the body has more than {MOST_VALUES:,} values: leave out what is no message or tool.")
     try:
         value = json.loads(body)
@@ -22,6 +22,11 @@ def parsed(body: bytes) -> "Fields":
     if not isinstance(value, Mapping):
         raise BadRequest(f"the body is a JSON object, not {_kind(value)}.")
     return Fields(value)
+
+
+def has_many(text: bytes) -> bool:
+    """Return whether a text in JSON has more than `MOST_VALUES`."""
+    return sum(map(text.count, (b",", b"[", b"{"))) > MOST_VALUES
 
 
 class Fields:

@@ -11,7 +11,9 @@ import pytest
 
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver, DataError, DeadlineExceeded
-from penstock.workers.gateway.http.fields import MOST_VALUES
+from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.gateway.http.exchange import arguments_of
+from penstock.workers.gateway.http.fields import MOST_VALUES, parsed
 from penstock.workers.gateway.http.server import MAX_BODY_BYTES, AttemptKeys, HttpServer, told_address
 from penstock.workers.trajectory import Trajectory, row_columns, segments_of
 from tests.workers.gateway.chat_models import text_of
@@ -422,6 +424,12 @@ def test_a_server_stops_while_requests_are_under_way() -> None:
             await asking
 
     play(scenario())
+
+
+def test_values_that_escapes_hide_in_arguments_are_refused() -> None:
+    call = parsed(b'{"arguments": "[' + 2**19 * rb"\u005b\u005d\u002c" + b'[]]"}')
+    with pytest.raises(BadRequest, match="1,048,576 values"):
+        arguments_of(call, "arguments")
 
 
 def test_a_body_of_very_many_values_is_refused_before_it_is_parsed() -> None:
