@@ -65,7 +65,7 @@ def check_fields(name: str, body: bytes) -> None:
     try:
         if len(body) > PLAIN_BYTES and _num_fields(memoryview(body), kind) > MOST_FIELDS:
             raise TooLarge(f"the body has more than {MOST_FIELDS:,} fields. Send fewer sequences at once.")
-    except IndexError:
+    except (IndexError, RecursionError):
         raise BadRequest(f"the body is no {name} in protobuf: it is torn.") from None
 
 
@@ -87,11 +87,14 @@ def _num_fields(data: memoryview, kind: Any) -> int:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A number of base 128, and the offset behind it. Raises `IndexError`."""
-    value = shift = 0
-    while data[at] & 128:
-        value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
-    return value | data[at] << shift, at + 1
+    """A number of base 128, which has ten digits at most, and the offset behind it. Raises `IndexError`."""
+    value = 0
+    for place in range(10):
+        digit = data[at + place]
+        value |= (digit & 127) << 7 * place
+        if digit < 128:
+            return value, at + place + 1
+    raise IndexError
 
 
 def parsed_message(name: str, body: bytes) -> Any:

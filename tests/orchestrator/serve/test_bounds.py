@@ -282,6 +282,12 @@ def test_adapters_that_are_made_at_the_same_time_are_counted(tmp_path):
     serve(tmp_path, act, config=config)
 
 
+def test_a_server_has_so_many_tenants_as_its_metrics_may_name():
+    tenants = {f"tenant-{number}": TenantConfig(key=f"tml-{number}") for number in range(257)}
+    with pytest.raises(ConfigError, match="256 at most"):
+        ServeConfig(tenants=tenants)
+
+
 def test_a_tenant_opens_so_many_sessions_and_no_more(tmp_path):
     async def act(_, http):
         client = Client(http)
