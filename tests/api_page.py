@@ -14,6 +14,7 @@ from penstock.orchestrator.configuration.keys import texts_of
 from penstock.orchestrator.loops.attempts import Attempts
 from penstock.orchestrator.loops.policy import Model, Policy
 from penstock.orchestrator.loops.verbs import LoopPolicy
+from penstock.orchestrator.run import RunResult
 from penstock.orchestrator.session import PromptStream, Reward, Session, Workers
 
 HEAD = """# The Python API
@@ -43,6 +44,21 @@ TYPES = {
     "Positive": "The annotation of a formula's setting that has to be above 0.",
     "NonNegative": "The annotation of a formula's setting that has to be 0 or more.",
 }
+DECORATORS = {
+    "advantage": """Register an advantage for `algorithm.advantage=NAME`. Parameters without a default are columns,
+        `[G]` of a group, or `[B]` with `algorithm.advantage_per=batch`. The function returns an advantage a
+        row, `[G]`, or a token, `[G, T]`. Keyword-only parameters are settings
+        (`algorithm.advantage_options`). A parameter `state: MyState` is carried from step to step; the
+        function then returns `(advantage, next state)`.""",
+    "surrogate": """Register a policy loss for `algorithm.surrogate=NAME`: `function(new, old, advantage, mask, *,
+        settings)` gets float32 `[B, T]` each, zero in padding, and returns the loss of each token, `[B,
+        T]`, and values of each token by metric. Masks, correction, KL term and aggregation are the
+        caller's.""",
+    "correction": """Register a correction for `algorithm.correction=NAME`: `function(old, behavior, mask, *, settings)`
+        gets log-probabilities `[B, T]`, and returns weights `[B, T]` without gradient, and values of each
+        token by metric.""",
+}
+"""What the functions that a decorator registers get and return; its own docstring is that of all registries."""
 SHOWN = ("__getitem__", "__call__")
 """Methods with a name of Python's own that are told."""
 MOST_SHOWN = 12
@@ -74,6 +90,8 @@ def page() -> str:
         lines.append(f"## {title}\n")
         for name in names:
             lines += _told(name, getattr(penstock, name))
+        if "run" in names:
+            lines += _told("RunResult", RunResult)
         if "Client" in names:
             lines += [line for name, kind in HANDLES.items() for line in _handle(name, kind)]
     return "\n".join(lines).rstrip() + "\n"
@@ -82,9 +100,9 @@ def page() -> str:
 def _told(name: str, value: Any) -> list[str]:
     if name in TYPES:
         return [f"### `{name}`\n", f"{TYPES[name]}\n"]
-    text = inspect.getdoc(value) or ""
+    text = DECORATORS.get(name, inspect.getdoc(value) or "")
     lines = [f"### `{name}{_signature(value)}`\n", *_paragraphs(text)]
-    if inspect.isclass(value) and not issubclass(value, Exception):
+    if inspect.isclass(value) and not issubclass(value, Exception) and value is not penstock.RunConfig:
         lines += [*_members(value), ""]
     return lines
 
@@ -99,7 +117,7 @@ def _handle(name: str, kind: type) -> list[str]:
 
 def _members(kind: type) -> list[str]:
     found = []
-    if dataclasses.is_dataclass(kind) and kind is not penstock.RunConfig:
+    if dataclasses.is_dataclass(kind):
         texts = texts_of(kind)
         found = [f"- `{one.name}`: {texts[one.name]}" for one in dataclasses.fields(kind) if texts.get(one.name)]
     for name, member in vars(kind).items():
@@ -117,11 +135,15 @@ def _signature(value: Any) -> str:
     except (TypeError, ValueError):
         return "()"
     kept = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
-    shown = [
-        f"{'*' if one.kind is one.VAR_POSITIONAL else '**' if one.kind is one.VAR_KEYWORD else ''}{one.name}"
-        for one in kept
-    ]
-    return f"({', '.join(shown)})" if len(shown) <= MOST_SHOWN else "(…)"
+    return _readable(str(found.replace(parameters=kept))) if len(kept) <= MOST_SHOWN else "(…)"
+
+
+def _readable(signature: str) -> str:
+    """A signature with types by their bare names, and without `-> None`."""
+    bare = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", signature)
+    bare = re.sub(r"(?<!= )'(\w[^']*)'", r"\1", bare)  # types in quotes; texts of defaults stand behind `= `
+    bare = re.sub(r"\*<class (\w+)>", r"\1", bare).replace("~", "")
+    return bare.replace("<factory>", "…").removesuffix(" -> None")
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -131,7 +153,8 @@ def _paragraphs(text: str) -> list[str]:
         if block.startswith("- "):
             found.append(f"{block}\n")
         elif block.startswith(("    ", ">>>")):
-            found.append(f"```\n{textwrap.dedent(block).strip()}\n```\n")
+            code = textwrap.dedent(block).strip()
+            found.append(f"```{'pycon' if code.startswith('>>>') else 'python'}\n{code}\n```\n")
         else:
             found.append(f"{' '.join(block.split())}\n")
     return found

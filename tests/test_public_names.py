@@ -1,5 +1,6 @@
 """`import penstock` gives what an author needs: every name is there, and recipes and documents import no other."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -25,6 +26,13 @@ def test_every_name_is_there() -> None:
 def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
     assert {name for names in GROUPS.values() for name in names} == set(penstock.__all__)
     assert (ROOT / "docs" / "api.md").read_text() == page(), "write it anew: python -m tests.api_page > docs/api.md"
+
+
+def test_examples_of_the_reference_are_python() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+    assert len(blocks) > 3
+    for block in blocks:
+        ast.parse(block)
 
 
 def test_every_section_of_a_configuration_is_there() -> None:

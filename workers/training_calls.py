@@ -33,7 +33,9 @@ class LossCall:
     """A loss by its name (`algorithms/losses/summed.py`), with its numbers."""
 
     name: str
+    """`cross_entropy`, `importance_sampling`, `ppo`, `cispo`, `dro` or `gspo`."""
     config: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the loss by name, such as `clip_low_threshold`; its defaults count for the rest."""
 
 
 @dataclass(frozen=True)

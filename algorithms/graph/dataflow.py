@@ -38,12 +38,12 @@ from penstock.conf.errors import DataflowError, suggest
 class Dataflow:
     """A graph under construction. Each method adds a stage and returns the graph, so that calls chain.
 
-    flow = Dataflow()
-    flow.rollout("policy", samples_per_prompt=8)
-    flow.reward()
-    flow.compute(group_advantage, per="group", reads=["reward"], writes=["advantage"])
-    flow.train("policy", loss=ppo_clip_loss)
-    flow.check()
+        flow = Dataflow()
+        flow.rollout("policy", samples_per_prompt=8)
+        flow.reward()
+        flow.compute(group_advantage, per="group", reads=["reward"], writes=["advantage"])
+        flow.train("policy", loss=ppo_clip_loss)
+        flow.check()
     """
 
     stages: list[Stage] = field(default_factory=list)
