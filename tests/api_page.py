@@ -61,6 +61,12 @@ DECORATORS = {
 """What the functions that a decorator registers get and return; its own docstring is that of all registries."""
 SHOWN = ("__getitem__", "__call__")
 """Methods with a name of Python's own that are told."""
+OF_THE_RUNTIME = {
+    "as_bytes", "batch_reads", "columns", "failed_writes", "from_bytes", "has_environment", "in_environment",
+    "in_trainer", "is_in_trainer", "is_scored", "reads_of", "rewarded", "rows_are", "stored_columns",
+    "table_with_ids", "takes_groups",
+}  # fmt: skip
+"""Members that the runtime calls, and authors do not."""
 MOST_SHOWN = 12
 """Most parameters of a signature that are told."""
 GROUPS = {
@@ -119,8 +125,14 @@ def _members(kind: type) -> list[str]:
     found = []
     if dataclasses.is_dataclass(kind):
         texts = texts_of(kind)
-        found = [f"- `{one.name}`: {texts[one.name]}" for one in dataclasses.fields(kind) if texts.get(one.name)]
+        found = [
+            f"- `{one.name}`: {texts[one.name]}"
+            for one in dataclasses.fields(kind)
+            if texts.get(one.name) and one.name not in OF_THE_RUNTIME
+        ]
     for name, member in vars(kind).items():
+        if name in OF_THE_RUNTIME:
+            continue
         text = inspect.getdoc(member) if not name.startswith("_") or name in SHOWN else None
         inner = getattr(member, "__func__", member)
         if text and (inspect.isfunction(inner) or isinstance(member, property)):

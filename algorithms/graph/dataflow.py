@@ -36,7 +36,9 @@ from penstock.conf.errors import DataflowError, suggest
 
 @dataclass
 class Dataflow:
-    """A graph under construction. Each method adds a stage and returns the graph, so that calls chain.
+    """A graph under construction.
+
+    Each method adds a stage and returns the graph, so that calls chain:
 
         flow = Dataflow()
         flow.rollout("policy", samples_per_prompt=8)

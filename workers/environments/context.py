@@ -27,8 +27,10 @@ def finite(reward: Any) -> float:
 class Context:
     """The context of one attempt.
 
-    turn = await ctx.sample([{"role": "user", "content": "2 + 2?"}])
-    ctx.reward(float(turn.answer.strip() == "4"))
+    An environment's `run(task, ctx)` samples and rewards by it:
+
+        turn = await ctx.sample([{"role": "user", "content": "2 + 2?"}])
+        ctx.reward(float(turn.answer.strip() == "4"))
     """
 
     def __init__(
