@@ -12,10 +12,8 @@ import json
 import logging
 import math
 import os
-import secrets
 import shlex
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -23,7 +21,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -36,7 +33,17 @@ from ray.job_config import JobConfig
 
 from penstock.conf.errors import RayEnded, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.connection import AUTH_MODE, check_token, cluster_address, reach
+from penstock.orchestrator.cluster.connection import (
+    AUTH_MODE,
+    PATIENCE,
+    HeadWatch,
+    check_token,
+    cluster_address,
+    keep_token_private,
+    outliving_head,
+    reach,
+    reconnect_s,
+)
 from penstock.orchestrator.cluster.local_ray import LocalRay, short_paths
 from penstock.orchestrator.cluster.placement.actors import RUN_PREFIX, ActorPlan, check_fits, needed
 from penstock.orchestrator.cluster.placement.assignment import assign
@@ -54,14 +61,13 @@ VERSIONS = "Version mismatch"
 """How Ray begins where its version or Python's is not the cluster's."""
 WRONG_CLUSTER = "WrongClusterID"
 """What Ray says where the head has another identity than the one that was joined."""
-PRIVATE, OTHERS = 0o600, 0o077
-TOKEN_BYTES = 32
-"""Size of a token, in bytes, as Ray makes them."""
 TOLD_CHARS = 100
 LOOKS_S = 0.2
 """Seconds between two looks whether a local Ray has ended."""
 local_rays: dict[str, LocalRay] = {}
 """Clusters that this process has started, and that end with it, by address."""
+watches: list[HeadWatch] = []
+"""Watches of the heads of clusters that this process is connected to, one at most."""
 _left_behind: list[Future[None]] = []
 """Calls that waited for a Ray that has ended."""
 
@@ -108,12 +114,15 @@ def is_elsewhere() -> bool:
 
 
 def is_over() -> bool:
-    """Return whether the local Ray of this process has ended before it was closed."""
-    return any(local.is_over for local in local_rays.values())
+    """Return whether the Ray of this process has ended before it was closed, or the head of its cluster is lost."""
+    return any(local.is_over for local in local_rays.values()) or any(watch.is_lost for watch in watches)
 
 
 def raise_if_over() -> None:
-    """Raise `RayEnded` if the local Ray of this process has ended before it was closed."""
+    """Raise `RayEnded` if the Ray of this process has ended before it was closed, or the head of its cluster is
+    lost."""
+    for watch in watches:
+        watch.raise_if_lost()
     if is_over():
         raise RayEnded(
             "Ray has ended on this machine, and all actors with it. Out of memory is the usual reason, or a signal to "
@@ -122,12 +131,12 @@ def raise_if_over() -> None:
 
 
 def while_it_lives(call: Callable[[], None]) -> None:
-    """Make a call that needs Ray, unless a local Ray has ended. Returns as soon as it ends, whatever the call waits
+    """Make a call that needs Ray, unless that has ended. Returns as soon as a local Ray ends, whatever the call waits
     for."""
+    if is_over():
+        return
     if not local_rays:
         _call_cluster(call)
-        return
-    if is_over():
         return
     calling: Future[None] = Future()
     _left_behind.append(calling)
@@ -175,6 +184,7 @@ class Cluster:
         """`actors`: those that must fit."""
         self._actors, self._config = list(actors), config
         self._is_connected = self._is_own = False
+        self._watch: HeadWatch | None = None
 
     def connect(self, directory: RunDirectory) -> None:
         """Connect. Raises `ResourceError`, also where the plan does not fit."""
@@ -187,6 +197,9 @@ class Cluster:
             add_to_submission(metadata)
             self._is_own = True
         self._is_connected = True
+        if is_elsewhere() and not watches:
+            watches.append(HeadWatch(ray.get_runtime_context().gcs_address, PATIENCE * reconnect_s()))
+            self._watch = watches[0]
         if not self._config.cluster.wait_s:
             nodes = cluster_nodes()
             check_fits(self._actors, sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
@@ -196,6 +209,10 @@ class Cluster:
             if all(call.done() for call in _left_behind):  # else it would start another Ray when it goes on
                 ray.shutdown()
             _end_started()
+        if self._watch is not None:
+            self._watch.close()
+            watches.remove(self._watch)
+            self._watch = None
         self._is_connected = self._is_own = False
 
 
@@ -294,35 +311,6 @@ def add_to_submission(metadata: dict[str, str]) -> None:
             gcs.internal_kv_put(key, json.dumps(info).encode(), True, KV_NAMESPACE_JOB, timeout=JOB_S)
 
 
-def keep_token_private(*, is_joining: bool = False) -> None:
-    """Make Ray's token readable by its user alone, since a reader of it may run code. Ray writes it with what the umask
-    allows, so it is made here where there is none: Ray takes the one that it finds. Where none can be kept, this
-    process has one of its own. `is_joining`: the cluster is another's, whose token is not made here; and where there is
-    none, Ray asks for none."""
-    is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    is_wanted = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not (is_given or is_joining)
-    file = Path(os.path.expanduser("~"), ".ray", "auth_token")
-    try:
-        if is_wanted and not file.exists():
-            _make_token(file)
-        if stat.S_IMODE(file.stat().st_mode) & OTHERS:
-            file.chmod(PRIVATE)
-    except OSError:  # home cannot be written to
-        if is_wanted and not os.access(file, os.R_OK):
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(TOKEN_BYTES)
-
-
-def _make_token(file: Path) -> None:
-    """Make the token whole, and once: another run may start at the same time."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "w") as opened:
-        opened.write(secrets.token_hex(TOKEN_BYTES))
-    with contextlib.suppress(FileExistsError):
-        os.link(part, file)
-    part.unlink()
-
-
 def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata: dict[str, str]) -> None:
     common: dict[str, Any] = {
         "namespace": namespace,
@@ -334,7 +322,8 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata:
     keep_token_private(is_joining=address is not None)
     with _own_sigterm():
         if address is not None:
-            join(address, **common)
+            with outliving_head():
+                join(address, **common)
         else:
             _start_local(actors, config, common)
 

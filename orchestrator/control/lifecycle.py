@@ -173,7 +173,7 @@ class RunLifecycle:
             raise
         finally:
             self._progress.phase("stopping")
-            if is_anothers:
+            if is_anothers or is_over():
                 fleet.let_go()
             else:
                 while_it_lives(lambda: _end(logs, fleet))

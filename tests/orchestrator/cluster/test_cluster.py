@@ -16,7 +16,8 @@ from ray.exceptions import AuthenticationError
 
 from penstock.conf.errors import RayEnded, ResourceError
 from penstock.orchestrator.cluster import cluster
-from penstock.orchestrator.cluster.cluster import join, keep_token_private, while_it_lives
+from penstock.orchestrator.cluster.cluster import join, while_it_lives
+from penstock.orchestrator.cluster.connection import keep_token_private
 from penstock.orchestrator.cluster.local_ray import short_paths
 
 

@@ -1,13 +1,17 @@
-"""What needs a local Ray is not waited for once that has ended. Real ones end in `runs/test_signals.py`."""
+"""What needs Ray is not waited for once that has ended. Real ones end in `runs/test_signals.py` and in
+`machines/test_lost_heads.py`."""
 
+import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from penstock.conf.errors import RayEnded
-from penstock.orchestrator.cluster import cluster
+from penstock.orchestrator.cluster import cluster, connection
 from penstock.orchestrator.cluster.cluster import raise_if_over, while_it_lives
+from penstock.orchestrator.cluster.connection import NUM_LOOKS, HeadWatch
 
 
 @pytest.fixture
@@ -52,3 +56,40 @@ def test_its_end_is_an_error_that_names_the_way_on(local_ray: SimpleNamespace) -
     local_ray.is_over = True
     with pytest.raises(RayEnded, match="resume=auto"):
         raise_if_over()
+
+
+def test_a_head_that_takes_no_connection_any_more_ends_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = socket.create_server(("127.0.0.1", 0))
+    watch = HeadWatch("127.0.0.1:{1}".format(*head.getsockname()), 0.2)
+    monkeypatch.setattr(cluster, "watches", [watch])
+    for _ in range(3):
+        head.accept()[0].close()
+    raise_if_over()
+    head.close()
+    deadline = time.monotonic() + 900
+    while not watch.is_lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(RayEnded, match=r"head .* at 127\.0\.0\.1:.* has not answered for 0\.2 s.* resume=auto"):
+        raise_if_over()
+    made: list[str] = []
+    while_it_lives(lambda: made.append("the call"))
+    assert not made
+
+
+def test_a_head_that_comes_back_in_time_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = [*[True] * (NUM_LOOKS - 1), False] * 3
+    looked = threading.Event()
+
+    def create_connection(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        assert address == ("head", 6379)
+        if not away:
+            looked.set()
+        elif away.pop():
+            raise ConnectionRefusedError
+        return socket.socket()
+
+    monkeypatch.setattr(connection.socket, "create_connection", create_connection)
+    watch = HeadWatch("head:6379", 0.01)
+    assert looked.wait(900)
+    watch.close()
+    watch.raise_if_lost()
