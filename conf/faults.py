@@ -19,7 +19,8 @@ class FaultsConfig:
     """Limits of recovery. A member is an actor that works alone (an engine, a reward worker), or all ranks of a trainer
     or scorer. One that is lost is restarted while the others go on. Where that does not help, the run returns to its
     last checkpoint within the same command; where that does not help either, it ends. Errors in data, settings or code
-    are never tried again."""
+    are never tried again. `penstock serve` has the same limits for its ranks and engines, and ends where a run
+    returns."""
 
     max_restarts: int = 3
     """Restarts of one member within window_s; the next loss returns to the last checkpoint. A death by chance needs

@@ -27,7 +27,7 @@ from penstock.orchestrator.serve.schedule import Schedule, Waiting
 from penstock.orchestrator.serve.sessions import Sessions
 from penstock.orchestrator.serve.tenants import Tenants
 from penstock.orchestrator.serve.training_client import CHANGING, TrainingClient
-from penstock.orchestrator.serve.wire.requests import Call, CreateCall, ForwardCall, LoadCall, SaveCall
+from penstock.orchestrator.serve.wire.requests import Call, ForwardCall, LoadCall, SaveCall
 from penstock.orchestrator.serve.wire.results import Answer, failure, forward_answer, plain
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState
@@ -214,7 +214,7 @@ class Ranks:
                 await self._backend.drop_adapter(name)
                 await self._backend.create_adapter(name, state.spec, state)
             for entry in client.repeated():
-                await self._work.done(client, entry, client.call_of(entry))
+                await self._work.done(client, entry, await asyncio.to_thread(client.call_of, entry))
         except (DataError, ConfigError) as error:
             raise _StateLost(f"the adapter's state cannot be brought back: {error}") from error
         self._hold(client)
@@ -300,20 +300,10 @@ class TrainingWork:
                 return await self._save(client, entry, call)
             case LoadCall():
                 return await self._load(client, call)
-            case CreateCall():
-                return await self._create(client, call)
+            case AdapterSpec():
+                await self._put(client, call, None)
+                return plain({"model_id": name, "type": "create_model"})
         raise DataError(f"{entry.kind} is no request of a training client.")
-
-    async def _create(self, client: TrainingClient, call: CreateCall) -> Answer:
-        name = client.facts.model_id
-        state = await self._read(client, call.path, call.with_optimizer) if call.path is not None else None
-        spec = state.spec if state is not None else call.spec
-        if spec is None:
-            raise DataError("neither a checkpoint nor a spec is given.")
-        await self._put(client, spec, state)
-        if call.path is None:
-            return plain({"model_id": name, "type": "create_model"})
-        return plain({"model_id": name, "path": call.path, "type": "load_weights"})
 
     async def _load(self, client: TrainingClient, call: LoadCall) -> Answer:
         state = await self._read(client, call.path, call.with_optimizer)

@@ -36,19 +36,24 @@ from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 
-async def replaced(
+class BudgetSpent(BackendFailed):
+    """A loss after as many restarts as there may be."""
+
+
+async def replace(
     fleet: Fleet, restarts: Restarts, role: str, team: Sequence[str], failure: Exception,
     catch_up: CatchUp = nothing_to_catch_up,
-) -> bool:  # fmt: skip
-    """Start other members in place of lost ones. Returns whether that was to be tried. Raises `BackendFailed` if it was
-    in vain."""
+) -> None:  # fmt: skip
+    """Start other members in place of lost ones. Raises `BackendFailed`, which is `BudgetSpent` if that is not to be
+    tried any more."""
+    title = title_of(team)
     failed_starts: list[PenstockError] = []
 
     async def start() -> None:
         fleet.remove(team)  # those of a start that has failed, too
         try:
             members = await fleet.start_members(team)
-            restarts.started(title_of(team))
+            restarts.started(title)
             await catch_up(members)
         except PenstockError as error:
             failed_starts.append(error)
@@ -58,12 +63,11 @@ async def replaced(
     fleet.remove(team)
     restarts.step += 1  # a request is given up by its tenant's losses, and not as a step that is lost twice
     try:
-        await restarts.start_anew(role, title_of(team), failure, start)
+        await restarts.start_anew(role, title, failure, start)
     except PenstockError as error:
         if failed_starts:
-            why = first_line(failed_starts[-1])
-            raise BackendFailed(f"{title_of(team)} cannot be started again: {why}") from error
-    return fleet.handle_of(team[0]) is not None
+            raise BackendFailed(f"{title} cannot be started again: {first_line(failed_starts[-1])}") from error
+        raise BudgetSpent(f"{title} was lost again after faults.max_restarts restarts: {first_line(error)}") from error
 
 
 class ServedEngines:
@@ -170,8 +174,7 @@ class ServedEngines:
             self._pardoned.remove(name)
             self._restarts.left(name)
         try:
-            if not await replaced(self._fleet, self._restarts, "rollout", [name], failure, self._catch_up):
-                raise BackendFailed(f"{name} died too often: {first_line(failure)}")
+            await replace(self._fleet, self._restarts, "rollout", [name], failure, self._catch_up)
         except BackendFailed as error:
             self._failure = error
             raise
@@ -232,13 +235,15 @@ class ClusterBackend(ServedEngines):
 
     async def bring_back(self, tenant: str, failure: TrainerLost) -> None:
         faults, (team,) = self._config.faults, self._fleet.teams("trainer")
-        if await replaced(self._fleet, self._by_tenant[tenant], "trainer", team, failure):
+        try:
+            await replace(self._fleet, self._by_tenant[tenant], "trainer", team, failure)
+        except BudgetSpent:
+            del self._by_tenant[tenant]
+        else:
             return
-        del self._by_tenant[tenant]
-        if not await replaced(self._fleet, self._restarts, "trainer", team, failure):
-            raise BackendFailed(f"{title_of(team)} died too often: {first_line(failure)}")
+        await replace(self._fleet, self._restarts, "trainer", team, failure)
         raise DeadlyRequest(
-            f"ranks were lost again after {faults.max_restarts} restarts within {faults.window_s:g} s, each time while "
+            f"ranks were lost again after {faults.max_restarts} restarts in {faults.window_s:g} s, each time while "
             "a request of this key was at work (faults.max_restarts)"
         )
 

@@ -16,8 +16,9 @@ from penstock.orchestrator.serve.service import Refused, client_id
 from penstock.orchestrator.serve.sessions import NotFound, Sampler
 from penstock.orchestrator.serve.training_client import ClientFacts, TrainingClient, decoded
 from penstock.orchestrator.serve.wire import requests
-from penstock.orchestrator.serve.wire.requests import CreateCall
+from penstock.orchestrator.serve.wire.requests import LoadCall
 from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.training_calls import AdapterSpec
 
 LARGE_BYTES = 2**20
 """Size from which a result is announced first, to clients that want it so."""
@@ -71,12 +72,13 @@ async def _create(exchange: Exchange, kind: str) -> Response:
     facts = ClientFacts(model_id, session.id, exchange.tenant, name, time.time(), given.metadata)
     asked = Asked(0, kind, exchange.body, exchange.header("content-type"))
     call = decoded(asked, exchange.body, facts, service.backend.facts.max_rank)  # refused at once: it is the first
-    assert isinstance(call, CreateCall)
-    spec = call.spec
-    if spec is None:
-        address = Address.parse(given.need("path"))
+    if isinstance(call, LoadCall):
+        address = Address.parse(call.path)
         service.sessions.run(exchange.tenant, address.run)
         spec = await asyncio.to_thread(lambda: read_spec(service.checkpoints.file(address)))
+    else:
+        assert isinstance(call, AdapterSpec)
+        spec = call
     client = await service.create_client(replace(facts, rank=spec.rank or None))
     return await _take(exchange, client, asked)
 
@@ -214,5 +216,5 @@ def _why(exchange: Exchange, entry: Entry, client: TrainingClient | None) -> tup
     if opens_in > 0:
         return "paused_rate_limit", f"tokens_per_minute of this key are used up; more in {opens_in:.0f} s"
     if client is None:
-        return "active", f"{service.samples.queue.num_running} requests for samples are under way"
+        return "active", service.trouble or f"{service.samples.queue.num_running} requests for samples are under way"
     return "active", service.waits_for(client, entry)

@@ -175,7 +175,7 @@ def test_who_loses_ranks_beyond_the_budget_is_named_and_the_ranks_come_back(made
         for _ in range(3):  # faults.max_restarts
             for tenant in ("alice", "bob"):
                 await ranks.bring_back(tenant, await lost(ranks, fleet))
-        with pytest.raises(DeadlyRequest, match="ranks were lost again after 3 restarts within 600 s, each time"):
+        with pytest.raises(DeadlyRequest, match="ranks were lost again after 3 restarts in 600 s, each time"):
             await ranks.bring_back("alice", await lost(ranks, fleet))
         with pytest.raises(DeadlyRequest):
             await ranks.bring_back("bob", await lost(ranks, fleet))
@@ -229,6 +229,24 @@ def test_an_engine_has_what_was_published_while_it_started_and_nothing_else(made
         assert [method for method, name in fleet.calls if name == "Rollout-0"].count("drop_adapter") == 1
 
     run(one, scenario)
+
+
+def test_an_engine_that_is_lost_beyond_the_budget_ends_the_server_by_name(made):
+    fleet, one = made
+
+    async def scenario():
+        running = asyncio.ensure_future(one.run())
+        for _ in range(4):  # faults.max_restarts and one more
+            fleet.dying["add_adapter"] = 1
+            await one.publish("a", SimpleNamespace(for_sampling=lambda: "state"))
+            await one.drop_sampler("a")
+            await asyncio.sleep(3 * START_S)
+        with pytest.raises(BackendFailed, match=r"Rollout-0 was lost again after faults\.max_restarts restarts"):
+            await running
+        with pytest.raises(BackendFailed, match="was lost again"):
+            await one.sample(None, Call(name="a"))
+
+    run_virtually(scenario())
 
 
 def test_samples_wait_for_an_engine_and_hear_that_none_comes_back(made):
