@@ -23,7 +23,7 @@ from penstock.orchestrator.serve.checkpoints import read_state, write_state
 from penstock.orchestrator.serve.request_log import Asked, Entry, RequestLog
 from penstock.orchestrator.serve.wire import requests
 from penstock.orchestrator.serve.wire.bodies import Body, read
-from penstock.orchestrator.serve.wire.requests import Call, CreateCall
+from penstock.orchestrator.serve.wire.requests import Call
 from penstock.workers.gateway.http.errors import BadRequest
 from penstock.workers.training_calls import AdapterSpec, AdapterState
 
@@ -170,15 +170,12 @@ def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int
     asked = read(Body, body)
     match entry.kind:
         case "create_model":
-            return requests.create_call(asked, max_rank, seed_of_client(facts.model_id))
-        case "load_model":
-            load = requests.load_call(asked)
-            return CreateCall(None, load.path, load.with_optimizer)
+            return requests.adapter_spec(asked, max_rank, seed_of_client(facts.model_id))
         case "optim_step":
             return requests.optim_call(asked)
         case "save_weights" | "save_weights_for_sampler":
             return requests.save_call(asked, is_sampler=entry.kind == "save_weights_for_sampler")
-        case "load_weights":
+        case "load_model" | "load_weights":
             return requests.load_call(asked)
         case "save_weights_external":
             raise BadRequest("weights are not exported to other stores here: use save_weights_for_sampler.", "path")

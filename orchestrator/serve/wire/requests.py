@@ -1,7 +1,7 @@
 """Decodes requests: what is to be carried out on an adapter, and calls for the engines.
 
     ForwardBackwardRequest (protobuf, or JSON before 0.30)  ─▶ ForwardCall
-    OptimStepRequest, SaveWeights…, LoadWeights, CreateModel ─▶ AdamParams, SaveCall, LoadCall, CreateCall
+    OptimStepRequest, SaveWeights…, LoadWeights, CreateModel ─▶ AdamParams, SaveCall, LoadCall, AdapterSpec
     SampleRequest (JSON)                                     ─▶ SampleRequest
 
 What the server and its engines do not do is refused by name: `BadRequest` names the field.
@@ -70,21 +70,14 @@ class SaveCall:
 
 @dataclass(frozen=True)
 class LoadCall:
+    """Replace the adapter by a checkpoint, or make one of it."""
+
     path: str
     with_optimizer: bool
 
 
-@dataclass(frozen=True)
-class CreateCall:
-    """Make an adapter. `path`: checkpoint that it goes on from."""
-
-    spec: AdapterSpec | None
-    """None: that of the checkpoint."""
-    path: str | None = None
-    with_optimizer: bool = False
-
-
-Call = ForwardCall | AdamParams | SaveCall | LoadCall | CreateCall
+Call = ForwardCall | AdamParams | SaveCall | LoadCall | AdapterSpec
+"""`AdapterSpec`: make an adapter."""
 
 
 def numbered(body: bytes, content_type: str) -> tuple[Numbered, bytes, int]:
@@ -122,19 +115,19 @@ def optim_call(body: Body) -> AdamParams:
     return AdamParams(**msgspec.structs.asdict(given))
 
 
-def create_call(body: Body, max_rank: int, seed: int) -> CreateCall:
+def adapter_spec(body: Body, max_rank: int, seed: int) -> AdapterSpec:
     """`seed`: for a request that has none."""
     given = body.need("lora_config")
     flags = {name: getattr(given, name) is not False for name in ("train_attn", "train_mlp", "train_unembed")}
     if max_rank == WHOLE:
         for name in (name for name, is_set in flags.items() if not is_set):
             raise BadRequest("this server trains all weights (serve.full): leave it out.", f"lora_config.{name}")
-        return CreateCall(AdapterSpec(WHOLE))
+        return AdapterSpec(WHOLE)
     if given.rank is None or not 1 <= given.rank <= max_rank:
         raise BadRequest(f"must be from 1 to {max_rank} (serve.max_rank), not {given.rank}.", "lora_config.rank")
     if not any(flags.values()):
         raise BadRequest("nothing is trained: one of train_attn, train_mlp, train_unembed is true.", "lora_config")
-    return CreateCall(AdapterSpec(given.rank, seed if given.seed is None else given.seed, **flags))
+    return AdapterSpec(given.rank, seed if given.seed is None else given.seed, **flags)
 
 
 def load_call(body: Body) -> LoadCall:

@@ -16,7 +16,7 @@ from penstock.orchestrator.serve.wire.bodies import Body, TooLarge, read
 from penstock.orchestrator.serve.wire.messages import PROTOBUF, unpacked
 from penstock.orchestrator.serve.wire.requests import (
     SampleRequest,
-    create_call,
+    adapter_spec,
     forward_call,
     numbered,
     optim_call,
@@ -119,14 +119,14 @@ def test_numbers_of_the_optimizer_are_adams_and_another_one_is_named():
 
 
 def test_an_adapter_has_the_seed_and_parts_that_it_is_asked_for():
-    made = create_call(body({"lora_config": {"rank": 8, "train_unembed": False}}), 32, seed=5)
-    assert made.spec == AdapterSpec(8, 5, train_unembed=False)
+    made = adapter_spec(body({"lora_config": {"rank": 8, "train_unembed": False}}), 32, seed=5)
+    assert made == AdapterSpec(8, 5, train_unembed=False)
     with pytest.raises(BadRequest, match="max_rank"):
-        create_call(body({"lora_config": {"rank": 64}}), 32, seed=5)
-    whole = create_call(body({"lora_config": {"rank": 64, "train_mlp": True}}), WHOLE, seed=5)
-    assert whole.spec == AdapterSpec(WHOLE)
+        adapter_spec(body({"lora_config": {"rank": 64}}), 32, seed=5)
+    whole = adapter_spec(body({"lora_config": {"rank": 64, "train_mlp": True}}), WHOLE, seed=5)
+    assert whole == AdapterSpec(WHOLE)
     with pytest.raises(BadRequest, match="this server trains all weights"):
-        create_call(body({"lora_config": {"rank": 8, "train_mlp": False}}), WHOLE, seed=5)
+        adapter_spec(body({"lora_config": {"rank": 8, "train_mlp": False}}), WHOLE, seed=5)
 
 
 def test_samples_have_a_seed_and_room():
