@@ -66,7 +66,7 @@ def test_commands_can_be_given(page: Path) -> None:
         words = shlex.split(command, comments=True)[1:]
         arguments = make_parser(COMMANDS).parse_args(words)
         if words[0] in OF_A_RUN and arguments.overrides:
-            overrides = [word for word in arguments.overrides if word != "plan=auto"]
+            overrides = arguments.overrides
             try:
                 load_config(overrides)
             except ConfigError as error:
@@ -81,6 +81,12 @@ def said_in_code() -> str:
             constants = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
             found += [node.value for node in constants if isinstance(node.value, str)]
     return "\n".join(found)
+
+
+def test_pages_that_code_and_its_messages_name_are_there() -> None:
+    named = set(re.findall(r"docs/[\w/]+\.md", said_in_code()))
+    assert len(named) > 5
+    assert [page for page in sorted(named) if not (ROOT / page).is_file()] == []
 
 
 def test_messages_that_are_explained_are_those_that_are_printed() -> None:

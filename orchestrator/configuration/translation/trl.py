@@ -26,8 +26,8 @@ PROMPT_TOKENS = 512
 SCALES = {True: True, "group": True, False: False, "none": False}
 TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
 ONCE = "each row is trained once: for more optimizer steps of a batch raise trainer.num_minibatches"
-CHOSEN = "a matter of the implementation, which is chosen by itself"
-SERVER = "engines are started and ended by the run itself, wherever the cluster has room"
+CHOSEN = "chosen automatically"
+SERVER = "the run starts and ends its engines"
 
 
 @rule("loss_type", "`algorithm.name`, `algorithm.aggregation`")

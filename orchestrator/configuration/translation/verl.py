@@ -24,11 +24,11 @@ MEANS = {
     "seq-mean-token-sum-norm": "constant",
 }  # fmt: skip
 TRACKERS = {"wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard", "trackio": "trackio", "console": None}
-SIZED = "micro-batches are cut by tokens: trainer.max_tokens_per_microbatch, which changes no result"
+SIZED = "micro-batches are cut by tokens (trainer.max_tokens_per_microbatch), with the same result"
 ONCE = "each row is trained once: for more optimizer steps of a batch raise trainer.num_minibatches"
 LOSSES = ("gspo", "cispo")
 """Policy losses that are algorithms of their own here."""
-CHOSEN = "a matter of the implementation, which is chosen by itself"
+CHOSEN = "chosen automatically"
 
 
 @rule("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo actor_rollout_ref.actor.policy_loss.loss_mode",
