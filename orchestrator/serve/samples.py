@@ -107,17 +107,13 @@ class Samples:
 
     async def rest(self, session: Session) -> None:
         """Drop what a session has under way, delete its unnamed weights, and close its files."""
-        await self.drop_own(session)
+        for sampler in list(session.samplers.values()):
+            await self._drop(sampler)
         log = self.logs.get(session.id)
         if log is not None:
             await log.close()
             if self.logs.get(session.id) is log:  # another one is made of its files once it is closed
                 del self.logs[session.id]
-
-    async def drop_own(self, session: Session) -> None:
-        """Drop the requests of a session, and delete its unnamed weights."""
-        for sampler in list(session.samplers.values()):
-            await self._drop(sampler)
 
     async def drop_saves(self, address: Address | None = None) -> None:
         """Drop the saves that a name no longer stands for and nobody samples from; None: of all names."""
@@ -144,12 +140,10 @@ class Samples:
         return log
 
     def _ticket(self, session: Session, sampler: Sampler, log: RequestLog, entry: Entry) -> Ticket:
-        seq = entry.seq % SEQ_BITS
-
-        def request() -> SampleRequest:
-            return self.decoded(log.body_of(entry), sampler, seq)
-
-        return Ticket(session.tenant, sampler.id, log, entry, request, lambda: self.file_of(sampler))
+        return Ticket(
+            session.tenant, sampler.id, log, entry,
+            lambda: self.decoded(log.body_of(entry), sampler, entry.seq % SEQ_BITS), lambda: self.file_of(sampler),
+        )  # fmt: skip
 
     async def _drop(self, sampler: Sampler) -> None:
         await self.queue.drop(sampler.id)

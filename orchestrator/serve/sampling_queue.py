@@ -63,7 +63,6 @@ class Publications:
         self._arriving: dict[Path, asyncio.Task[None]] = {}
         self._using: Counter[str] = Counter()
         self._lock = asyncio.Lock()
-        self._prefix, self._count = secrets.token_hex(4), 0
 
     async def name_of(self, file: Path, read: Callable[[Path], AdapterState] | None = None) -> str:
         """The name of weights on the engines, which keep them until `release`. Raises `DataError`, and what
@@ -98,8 +97,7 @@ class Publications:
             async with self._lock:
                 await self._make_room()
                 state = await asyncio.to_thread(read, file)
-                self._count += 1
-                name = f"{self._prefix}-{self._count}"
+                name = secrets.token_hex(8)
                 await self._backend.publish(name, state)
                 self._names[file] = name
         finally:

@@ -183,7 +183,7 @@ class Service:
         for model_id in session.clients:
             if model_id in self.clients:
                 await self._drop_client(model_id)
-        await self.samples.drop_own(session)
+        await self.samples.rest(session)
         paths = {sampler.path for sampler in session.samplers.values() if sampler.save}
         await self.sessions.finish(session)
         await self.samples.finish(session)
