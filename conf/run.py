@@ -55,6 +55,10 @@ class RunConfig:
     """Seed of everything that is random."""
     max_staleness: int = 0
     """Versions that a trained token's weights may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
+    plan: str = "auto"
+    """Split of GPUs between engines and ranks. auto: `penstock run`, `validate` and `sweep` choose placement and memory
+    of a run on GPUs for those that are there, as `penstock plan` does; keys of the command line and max_staleness stay.
+    never: keys of the recipe and the model preset hold, as they do for runs and sessions in Python."""
     placement: str = "disaggregated"
     """Placement of engines and trainers. disaggregated: they have devices of their own. colocated: they share them in
     turns: engines sleep while the policy is trained, trainers make room while it generates. Needs max_staleness=0;
@@ -91,6 +95,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
+        one_of("plan", self.plan, ("auto", "never"))
         one_of("placement", self.placement, ("disaggregated", "colocated"))
         if not self.output_dir.strip():
             raise ConfigError("output_dir=: names no place. Set it to a directory, such as runs, or a URL.")

@@ -21,9 +21,6 @@ from penstock.orchestrator.signals import heed_end
 
 INTERRUPTED = 130
 CHECKS = "checking configuration, model, data and cluster"
-PLANNED = "plan=auto"
-"""Word among a run's overrides: plan it for the GPUs that are there, and say how."""
-
 SERVED = ("rollout.sampling.max_tokens=1", "evaluation.every_steps=0", "checkpoint.every_steps=0")
 """Words of every server: clients say how long samples are, and nothing is evaluated or saved by steps."""
 
@@ -69,23 +66,30 @@ def _load(overrides: Sequence[str]) -> Any:
     return load_config(overrides)
 
 
+def _with_plan(overrides: Sequence[str], config: Any) -> list[str]:
+    """Words of a run with those of its plan for the GPUs that are there."""
+    if config.plan != "auto" or not config.trainer.num_gpus_per_rank:
+        return list(overrides)
+    from rich.console import Console
+
+    from penstock.orchestrator.planning.plan_view import with_plan
+
+    return with_plan(overrides, Console())
+
+
 def _begin(text: str) -> None:
     """Print what a command does before its imports, which may take a minute on a busy machine."""
     print(text, flush=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if PLANNED in arguments.overrides:
-        from rich.console import Console
-
-        from penstock.orchestrator.planning.plan_view import with_plan
-
-        arguments.overrides = with_plan([word for word in arguments.overrides if word != PLANNED], Console())
     config = _load(arguments.overrides)
     if arguments.retries > 0:
         from penstock.orchestrator.control.retries import run_with_retries
 
         return run_with_retries(arguments.overrides, arguments.retries)
+    arguments.overrides = _with_plan(arguments.overrides, config)
+    config = _load(arguments.overrides)
     _begin(CHECKS)
     from penstock.orchestrator.observability.reporting.closing import (
         print_summary,
@@ -102,6 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _validate(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
     _begin(CHECKS)
+    config = _load(_with_plan(arguments.overrides, config))
     from rich.console import Console
 
     from penstock.orchestrator.configuration.validate import validate_run
@@ -152,7 +157,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.configuration.sweep_points import points_of
 
     points = points_of(arguments.overrides)
-    jobs = jobs_for(points)
+    jobs = jobs_for(points, lambda words: _with_plan(words, _load(words)))
     recipe = next((word.partition("=")[2] for word in arguments.overrides if word.startswith("recipe=")), "runs")
     directory = Path(arguments.directory or f"sweeps/{Path(recipe).name}")
     return Sweep(points, directory, arguments.jobs or jobs, Console()).run()

@@ -37,7 +37,7 @@ examples:
   penstock run recipe=arithmetic max_staleness=1      the same, generation one step ahead of training
   penstock run recipe=gsm8k data.path=train.jsonl     one's own problems
   penstock validate recipe=gsm8k model=tiny           every key, the dataflow, the checks; starts no actor
-  penstock run recipe=gsm8k plan=auto                 engines and ranks as is best for the GPUs that are there
+  penstock run recipe=gsm8k                           engines and ranks as is best for the GPUs that are there
   penstock plan recipe=gsm8k --cluster 1x8:h100       engines and ranks: how many GPUs for which
   penstock simulate recipe=gsm8k --cluster 1x8:h100   who would work when, and wait for whom
 

@@ -174,12 +174,13 @@ class Sweep:
             return None
 
 
-def jobs_for(points: Sequence[Point]) -> int:
+def jobs_for(points: Sequence[Point], plan: Callable[[Sequence[str]], Sequence[str]] = list) -> int:
     """Number of runs side by side, by the run that reserves most. Every point's words are read, so that a wrong one
-    ends the sweep before its first run. Raises `ConfigError`, `ResourceError`."""
+    ends the sweep before its first run. `plan`: adds the words of a run's plan. Raises `ConfigError`,
+    `ResourceError`."""
     needs = []
     for point in points:
-        config = load_config([*point.words, f"name={point.name}"])
+        config = load_config(plan([*point.words, f"name={point.name}"]))
         needs.append(needed(plan_actors(dataflow_of(config), config)))
     cpus, gpus = max(cpus for cpus, _ in needs), max(gpus for _, gpus in needs)
     return room_for(cpus, gpus, *_room())

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from penstock.conf.errors import ConfigError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.cluster.placement.nodes import Node
-from penstock.orchestrator.configuration.memory.known import ACCELERATOR, shapes_of
+from penstock.orchestrator.configuration.memory.known import ACCELERATOR, gpu_bytes, shapes_of
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
 from penstock.orchestrator.configuration.memory.run_memory import GIB
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
@@ -39,7 +40,11 @@ def search_of(config: RunConfig, cluster: str | None, lengths: str | None, nodes
     """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
     `MEAN:SIGMA` tokens of a response. Raises `ConfigError`, `ResourceError`."""
     flow = dataflow_of(config)
-    found = parse_cluster(cluster) if cluster is not None else kinds_of(nodes)
+    if cluster is not None:
+        found = parse_cluster(cluster)
+    else:
+        memory = gpu_bytes(config, nodes)
+        found = kinds_of(nodes, memory and memory / GIB)
     return Search(config, flow, shapes(config, flow), found, lengths_of(config, lengths))
 
 
@@ -89,8 +94,9 @@ def hours_of(text: str) -> float:
     return float(value)
 
 
-def kinds_of(nodes: Sequence[Node]) -> tuple[Nodes, ...]:
-    """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. Raises `ResourceError`."""
+def kinds_of(nodes: Sequence[Node], gpu_gib: float | None = None) -> tuple[Nodes, ...]:
+    """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. `gpu_gib`: memory of GPUs whose kind is not
+    known, which are taken to be as fast as the kind with the nearest memory. Raises `ResourceError`."""
     by_label = {kind.ray_name or kind.name: kind for kind in KINDS.values()} | {"A100-80G": KINDS["a100"]}
     hosts: dict[tuple[str, int], list[float]] = {}
     for node in nodes:
@@ -102,7 +108,12 @@ def kinds_of(nodes: Sequence[Node]) -> tuple[Nodes, ...]:
             "Describe one: --cluster 2x8:h100. For the cores of this machine give a run of ten steps here: --from RUN."
         )
     for label, _ in hosts:
-        if label not in by_label:
+        if label not in by_label and gpu_gib is not None:
+            like = min(KINDS.values(), key=lambda kind: (abs(kind.memory_gib - gpu_gib), kind.flops))
+            by_label[label] = replace(
+                like, name=f"{label or 'GPU'} as fast as {like.name}", memory_gib=gpu_gib, ray_name=label
+            )
+        elif label not in by_label:
             raise ResourceError(
                 f"A node has GPUs that are not known here ({ACCELERATOR}={label or 'not set'}). Describe the cluster: "
                 f"--cluster NxG:KIND, where KIND is {', '.join(sorted(KINDS))} or a YAML file."

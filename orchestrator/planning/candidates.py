@@ -8,8 +8,9 @@ A candidate is the keys that make it, so that it can be written down and run. Mo
 ranks leave is theirs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -24,8 +25,9 @@ MOST_SPLITS = 24
 """Most numbers of ranks that are tried on one kind of GPU."""
 ON_GPUS: Mapping[str, Any] = {
     "rollout.engine": "vllm", "rollout.dtype": "bfloat16", "rollout.enforce_eager": False, "trainer.dtype": "bfloat16",
+    "plan": "never",
 }  # fmt: skip
-"""Keys of every plan on GPUs."""
+"""Keys of every plan on GPUs; a run that is given them is not planned again."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,28 @@ class Candidate:
     def recomputed(self) -> "Candidate":
         """The same with activations computed again, so that micro-batches may be larger."""
         return self._with("trainer.activation_checkpointing")
+
+    def with_engines(self, count: int) -> "Candidate":
+        """The same with so many engines, all on one kind of GPU."""
+        ((kind, number),), own = self.engines, dict(self.keys)
+        saved = (number - count) * own["rollout.tensor_parallel_size"] * (own["placement"] == "disaggregated")
+        keys = tuple((own | {"rollout.num_workers": count}).items())
+        return replace(self, keys=keys, engines=((kind, count),), num_gpus=self.num_gpus - saved)
+
+    def keeping(self, base: RunConfig, given: Collection[str]) -> "Candidate | None":
+        """The same with the run's own values of keys that no plan changes. None where it would be another split."""
+        found = self
+        for key, value in self.keys:
+            if not any(one == key or one.startswith(f"{key}.") for one in given):
+                continue
+            wanted = attrgetter(key)(base)
+            if key in ON_GPUS or key == "trainer.offload":
+                found = replace(found, keys=tuple((dict(found.keys) | {key: wanted}).items()))
+            elif key == "rollout.num_workers" and len(self.engines) == 1 and 0 < wanted < value:
+                found = found.with_engines(wanted)
+            elif wanted != value:
+                return None
+        return found
 
     def _with(self, key: str) -> "Candidate":
         return replace(self, keys=tuple((dict(self.keys) | {key: True}).items()))
@@ -109,7 +133,7 @@ def _together(
                 "trainer.num_ranks": num_ranks, "trainer.num_gpus_per_rank": 0.5, **split, **ON_GPUS,
                 **_placed(base, cluster, own.kind, engines, scorers),
             }  # fmt: skip
-            yield Candidate(tuple(keys.items()), engines, own.kind, own.num_gpus)
+            yield Candidate(tuple(keys.items()), engines, own.kind, num_ranks + -(-num_ranks * scorers // 2))
 
 
 def _placed(

@@ -4,6 +4,7 @@ better still, the command that runs the winner, and what probes have measured.""
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from penstock.conf.errors import ConfigError
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.memory.run_memory import GIB
+from penstock.orchestrator.configuration.overrides import CHOICES, parse
 from penstock.orchestrator.planning.asked import (
     hours_of,
     nodes_here,
@@ -24,13 +28,14 @@ from penstock.orchestrator.planning.asked import (
     search_of,
     write_overrides,
 )
-from penstock.orchestrator.planning.calibration import calibrated, read_pilot
+from penstock.orchestrator.planning.calibration import calibrated, looked_up, read_pilot
 from penstock.orchestrator.planning.costs.decoding import Engine, told_kernels
 from penstock.orchestrator.planning.played import best_classes
 from penstock.orchestrator.planning.probing import Probe, asked_probes, best_of, in_process, probe, table_of_probes
-from penstock.orchestrator.planning.search import Plan, Search, another_class, cheapest, plan_of
+from penstock.orchestrator.planning.search import LEAST_GAIN, Plan, Search, another_class, cheapest, plan_of, trimmed
 from penstock.orchestrator.planning.simulation import machine
 from penstock.orchestrator.planning.steady import Estimate
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 MOST_ROWS = 8
 WIDTH = 110
@@ -78,14 +83,65 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
 
 
 def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
-    """Overrides of a run with the best plan's keys, which are told. Raises `ResourceError` where nothing fits, or there
-    are no GPUs."""
-    search = search_of(load_config(overrides), None, None, nodes_here())
-    best = best_classes(search)[0]
+    """Words of a run, with those of the best plan for the GPUs that are there, which are told: where the run is for
+    GPUs, has `plan=auto`, and there are GPUs. Words that are given stay. Raises `ResourceError` where nothing fits."""
+    config = load_config(overrides)
+    nodes = nodes_here() if is_planned(config) else ()
+    if not any(node.gpus for node in nodes):
+        return list(overrides)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    given = frozenset(word.key for word in parse(overrides))
+    try:
+        search = replace(search_of(config, None, None, nodes), given=given | {"max_staleness"})
+    except (ConfigError, ResourceError) as error:  # an unknown model or GPU
+        say(f"plan: as the keys say. {error}")
+        return list(overrides)
+    if not search.candidates:
+        say(f"plan: as the keys say; no split of {_cluster(search)} has {', '.join(sorted(given - {*CHOICES}))}")
+        return list(overrides)
+    try:
+        whole = plan_of(search)
+    except ResourceError as error:  # with these keys; what they ask for is checked as without a plan
+        if not given & dict(search.candidates[0].keys).keys():
+            raise
+        say(f"plan: as the keys say. {error}")
+        return list(overrides)
+    best = trimmed(search, whole)
     keys = overrides_of(search, best.candidate.keys)
-    console.print(f"plan: {described(best)}, about {why(best)}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"      {shlex.join(keys)}", highlight=False, markup=False, soft_wrap=True)
+    more = _free(search, whole, best) + _changed(config, best)
+    say(f"plan for {_cluster(search)}: {described(best)}, about {why(best)}{more} ({shlex.join(keys)})")
     return [*overrides, *keys]
+
+
+def _free(search: Search, whole: Plan, best: Plan) -> str:
+    """GPUs that stay free, and why. `whole`: the plan that `best` is, with all engines that there is room for."""
+    if not (free := sum(nodes.num_gpus for nodes in search.cluster) - best.candidate.num_gpus):
+        return ""
+    reason = "too few for another engine or rank of this split"
+    if best is not whole:
+        reason = f"another engine would gain less than {LEAST_GAIN:.0%}"
+    return f"; {free} GPUs stay free: {reason}"
+
+
+def _changed(config: RunConfig, plan: Plan) -> str:
+    """Keys of a plan that have other values in the run which `resume=auto` continues."""
+    if config.resume != "auto" or config.name is None:
+        return ""
+    try:
+        before = RunDirectory.open(Path(config.output_dir) / config.name).read_config()
+    except (OSError, PenstockError):  # a new run, or one at a URL
+        return ""
+    changed = [key for key, value in plan.candidate.keys if looked_up(before, key) != value]
+    return f"; the run had another split before: {', '.join(changed)} differ" * bool(changed)
+
+
+def is_planned(config: RunConfig) -> bool:
+    """True for a run whose engines and ranks have GPUs, with no other models on them than scorers."""
+    if config.plan != "auto" or not (config.rollout.num_gpus_per_worker and config.trainer.num_gpus_per_rank):
+        return False
+    flow = dataflow_of(config)
+    roles = {actor.role for actor in plan_actors(flow, config) if actor.num_gpus}
+    return {"rollout", "trainer"} <= roles <= {"rollout", "trainer", "scorer"} and config.rollout.engine == "vllm"
 
 
 def wide_console() -> Console:

@@ -32,6 +32,7 @@ from penstock.orchestrator.planning.steady import Engines, Estimate, Workload, e
 
 LEAST_GAIN = 0.01
 """Gain in a step that is worth another GPU, or a step more of staleness."""
+OFFLOAD = "trainer.offload"
 SHORTEST = 1024
 """Tokens of the shortest rows that are named where nothing fits."""
 PARTS = (2, 4, 8, 16)
@@ -80,7 +81,7 @@ class Plan:
         )
         ranks = min(config.trainer.num_ranks, gpus if config.placement == "colocated" else gpus // (1 + scorers))
         left = gpus if config.placement == "colocated" else gpus - ranks * (1 + scorers)
-        engines = min(config.rollout.num_workers, left // config.rollout.tensor_parallel_size)
+        engines = min(sum(one.count for one in self.engines), left // config.rollout.tensor_parallel_size)
         counts = {"trainer": ranks, "scorer": ranks * scorers, "rollout": engines, "store": 1}
         actors = [ActorPlan(role, role) for role, count in counts.items() for _ in range(count)]
         return host_parts(self.memory, actors, self.ranks.num_nodes, is_own=False)
@@ -106,6 +107,14 @@ class Search:
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     link: float | None = None
     """Bytes a second from a node to another, as a run's agents have measured them."""
+    given: frozenset[str] = frozenset()
+    """Keys that no plan changes."""
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """All ways that are worth an estimate, with the keys that are given."""
+        found = candidates(self.base, self.flow, self.shapes["policy"], self.cluster)
+        return [kept for one in found if (kept := one.keeping(self.base, self.given)) is not None]
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -120,14 +129,14 @@ class Search:
     @cached_property
     def _judged(self) -> tuple[list[Plan], list[Refusal]]:
         plans, refused = list[Plan](), list[Refusal]()
-        for candidate in candidates(self.base, self.flow, self.shapes["policy"], self.cluster):
+        for candidate in self.candidates:
             ways = [candidate]
             for way in ways:
                 try:
                     plans.append(plan := self.plan(way))
                 except ResourceError as error:
                     refused.append(Refusal(way, str(error)))
-                    ways += [way.offloaded] * (not way.is_offloaded)
+                    ways += self._offloaded(way)
                 except ConfigError:  # a combination that no run could have
                     break
                 else:
@@ -138,9 +147,12 @@ class Search:
         """Ways whose micro-batches are larger than a plan's, or that compute less again, for what either costs."""
         way, trainer = plan.candidate, plan.config.trainer
         if trainer.recomputes_layers:
-            return [way.offloaded] * (not way.is_offloaded)
+            return self._offloaded(way)
         may_choose = self.base.trainer.activation_checkpointing == AUTO
         return [way.recomputed] * (may_choose and trainer.microbatch_tokens < MOST_TOKENS)
+
+    def _offloaded(self, way: Candidate) -> list[Candidate]:
+        return [way.offloaded] * (not way.is_offloaded and OFFLOAD not in self.given)
 
     def best(self) -> list[Plan]:
         """The best plan of each class: first the most ordinary of the fastest plans of all, then by their seconds the
@@ -178,8 +190,8 @@ class Search:
     @property
     def fits(self) -> bool:
         """True if some candidate fits its GPUs, as it is or offloaded."""
-        for candidate in candidates(self.base, self.flow, self.shapes["policy"], self.cluster):
-            for way in (candidate.offloaded, candidate):
+        for candidate in self.candidates:
+            for way in (*self._offloaded(candidate), candidate):
                 with suppress(ResourceError, ConfigError):
                     self.fitting(way)
                     return True
@@ -223,6 +235,16 @@ def plan_of(search: Search) -> Plan:
     if would := what_would_fit(search):
         advice = f" One of these would: {'; '.join(would)}."
     raise ResourceError(f"Nothing fits {_named(search.cluster)}.{advice}")
+
+
+def trimmed(search: Search, plan: Plan) -> Plan:
+    """The plan without those of its engines that gain less than `LEAST_GAIN` each."""
+    while len(plan.engines) == 1 and (count := plan.engines[0].count) > 1 and plan.config.placement == "disaggregated":
+        fewer = search.plan(plan.candidate.with_engines(count - 1))
+        if "rollout.num_workers" in search.given or fewer.step_s > plan.step_s * (1 + LEAST_GAIN):
+            break
+        plan = fewer
+    return plan
 
 
 def what_would_fit(search: Search) -> list[str]:

@@ -1,13 +1,11 @@
 """The search finds plans that fit and can be run, and more of a resource never makes the best of them slower."""
 
-import io
 import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError, ResourceError
@@ -18,10 +16,8 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.validate import checks
-from penstock.orchestrator.planning import asked
 from penstock.orchestrator.planning.asked import hours_of, kinds_of, lengths_of, not_counted, overrides_of, search_of
 from penstock.orchestrator.planning.candidates import with_keys
-from penstock.orchestrator.planning.plan_view import with_plan
 from penstock.orchestrator.planning.search import Search, another_class, cheapest, plan_of, what_would_fit
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
@@ -189,20 +185,6 @@ def test_what_a_cluster_has_is_known_by_rays_labels() -> None:
         kinds_of([Node("d", "d", "10.0.0.9", 8)])
     with pytest.raises(ResourceError, match=r"accelerator-type=MI300X"):
         kinds_of([Node("d", "d", "10.0.0.9", 8, 8, {"ray.io/accelerator-type": "MI300X"})])
-
-
-def test_a_run_is_planned_for_what_the_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [Node(str(n), f"n{n}", f"10.0.0.{n}", 64, 8, {"ray.io/accelerator-type": "H100"}) for n in range(2)]
-    monkeypatch.setattr(asked, "look", lambda: nodes)
-    said = io.StringIO()
-    words = with_plan(WORDS, Console(file=said, width=200))
-    assert words[: len(WORDS)] == list(WORDS)
-    assert len(words) > len(WORDS)
-    assert "plan=auto" not in words
-    assert load_config(words).trainer.num_ranks > 1
-    assert said.getvalue().startswith("plan: ")
-    monkeypatch.setattr(asked, "look", lambda: [Node("d", "d", "10.0.0.9", 8)])
-    assert main(["run", *WORDS, "plan=auto"]) == 2
 
 
 def test_what_is_asked_wrongly_is_refused_by_name() -> None:
