@@ -20,7 +20,7 @@ from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.serve.backend import Backend, BackendFailed, DeadlyRequest, RequestFailed, TrainerLost
 from penstock.orchestrator.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
-from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import Entry
 from penstock.orchestrator.serve.samples import Samples
 from penstock.orchestrator.serve.schedule import Schedule, Waiting
@@ -183,7 +183,7 @@ class Ranks:
                 await self._lost(client, error)
                 if isinstance(error, RequestFailed):
                     return failure(str(error), is_users=False)
-            except _StateLost as error:
+            except (_StateLost, JournalDamaged) as error:
                 return failure(str(error), is_users=False)
             except (JournalError, BackendFailed):
                 raise

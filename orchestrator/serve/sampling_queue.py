@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.orchestrator.serve.backend import Backend, BackendFailed, DeadlyRequest
 from penstock.orchestrator.serve.checkpoints import read_state
-from penstock.orchestrator.serve.journal import JournalError
+from penstock.orchestrator.serve.journal import JournalDamaged, JournalError
 from penstock.orchestrator.serve.request_log import Entry, RequestLog
 from penstock.orchestrator.serve.schedule import Schedule, Waiting
 from penstock.orchestrator.serve.tenants import Tenants
@@ -223,6 +223,8 @@ class SamplingQueue:
                     await self._publications.release(name)
             self._note(ticket, output, time.monotonic() - started)
             return sample_answer(output, request)
+        except JournalDamaged as error:
+            return failure(str(error), is_users=False)
         except (JournalError, BackendFailed):
             raise
         except DeadlyRequest as error:

@@ -102,6 +102,28 @@ def test_a_sample_whose_result_cannot_be_written_is_drawn_again(tmp_path):
     assert len(refused) == 9
 
 
+def test_whoever_waits_hears_that_the_request_is_damaged(tmp_path, monkeypatch):
+    async def act(_, http):
+        client, session = Client(http), await Client(http).session()
+        model = (await client.result(await client.adapter(session)))["model_id"]
+        made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "m"}
+        sampler = (await client.post("create_sampling_session", made))["sampling_session_id"]
+        with monkeypatch.context() as patch:
+            patch.setattr(Schedule, "pick", lambda *_: None)
+            futures = [
+                await client.post("asample", sample_body(sampler, 0)),
+                await client.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}}),
+            ]
+            for journal in tmp_path.glob("*/*/requests.journal"):
+                journal.write_bytes(journal.read_bytes().replace(b'_id":', b'_iD":'))
+        for future in futures:
+            assert "is not what was written" in (await client.result(future))["error"]
+        good = await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+        assert "metrics" in await client.result(good)
+
+    serve(tmp_path, act, config=BRIEF)
+
+
 def test_weights_are_saved_once_there_is_room(tmp_path):
     asked = Counter()
 
