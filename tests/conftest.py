@@ -34,10 +34,12 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 
-# A shell without job control has what it starts by `&` ignore Ctrl-C, and so would whatever the tests start, among it
-# what they interrupt. They start it as from a terminal.
+# A shell without job control has what it starts by `&` ignore Ctrl-C, `nohup` has it ignore the end of a terminal, and
+# so would whatever the tests start, among it what they interrupt. They start it as from a terminal.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 MAX_PROMISES = 45

@@ -146,12 +146,10 @@ def test_a_terminal_that_is_closed_ends_a_run(start: Callable[..., Run]) -> None
 
 
 def _take_terminal() -> None:
-    """Lead the terminal's session as a login shell does, also in tests that `nohup` has begun."""
     import fcntl
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.real
