@@ -15,7 +15,7 @@ FOLDERS = ("orchestrator", "workers", "store", "algorithms", "conf", "network", 
 MODULE = "store/data/durable.py"
 STEPS = {"fsync", "fdatasync", "sync", "rename", "renames", "replace", "link"}
 OTHERS = {
-    "orchestrator/cluster/cluster.py: link": "Ray's token, which is made again",
+    "orchestrator/cluster/connection.py: link": "Ray's token, which is made again",
     "orchestrator/observability/monitoring/logs.py: replace": "logs of a run",
     "orchestrator/observability/ui/runs/remote.py: replace": "copies of what is at a URL",
     "store/data/arena.py: rename": "shared memory",
