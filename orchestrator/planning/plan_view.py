@@ -86,7 +86,10 @@ def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
     """Words of a run, with those of the best plan for the GPUs that are there, which are told: where the run is for
     GPUs, has `plan=auto`, and there are GPUs. Words that are given stay. Raises `ResourceError` where nothing fits."""
     config = load_config(overrides)
-    nodes = nodes_here() if is_planned(config) else ()
+    try:
+        nodes = nodes_here() if is_planned(config) else ()
+    except ResourceError:  # a cluster that does not answer, which the checks of a run say
+        return list(overrides)
     if not any(node.gpus for node in nodes):
         return list(overrides)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)

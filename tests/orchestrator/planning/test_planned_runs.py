@@ -81,6 +81,14 @@ def test_a_run_on_cpus_or_that_is_to_stay_as_it_is_is_not_planned(words: tuple[s
     assert planned(*words) == ([], "")
 
 
+def test_a_cluster_that_does_not_answer_is_left_to_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> None:
+        raise ResourceError("RAY_ADDRESS=there: the cluster did not answer")
+
+    monkeypatch.setattr(asked, "look", silent)
+    assert planned(*GSM8K) == ([], "")
+
+
 def test_without_gpus_nothing_is_planned(machines: Machines) -> None:
     machines(1, 0)
     assert planned(*GSM8K) == ([], "")
