@@ -36,7 +36,7 @@ class ClusterConfig:
     """Seconds that a run waits on a Ray cluster for room, also for nodes that are not there yet: `ray status` shows its
     request, for which the cluster's autoscaler brings nodes. Runs are served first come, first served. 0: a run that
     the present nodes could not hold is refused at once, and one whose room is taken waits for
-    rollout.start_timeout_s."""
+    rollout.start_timeout_s. A member whose node is lost waits as long for another node."""
     reserve_memory: bool = True
     """Have ranks and engines reserve memory of their nodes, so that Ray, its autoscaler and other jobs count with it.
     An actor reserves what it holds of host memory by `penstock validate` (weights, optimizer, activations, keys and

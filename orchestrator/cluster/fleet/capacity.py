@@ -7,6 +7,7 @@ The same is done for members that start again because their node has left.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,13 +26,16 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
 from penstock.orchestrator.cluster.placement.queue import names_of_groups, runs_ahead
-from penstock.orchestrator.cluster.placement.reservation import Claim, Reservation
+from penstock.orchestrator.cluster.placement.reservation import Claim, Reservation, received, withdraw
 from penstock.orchestrator.cluster.ray_calls import in_thread, look
 
 CHANGING = ("rollout", "reward")
 """Roles that take any number of members."""
 LOOK_S = 0.2
 """Seconds between two looks at agents that did not answer."""
+WAIT_S = 1.0
+"""Seconds between two looks whether a node has come that was asked for."""
+_LOG = logging.getLogger("penstock")
 Claims = Callable[[ActorPlan, Sequence[ActorPlan], RunConfig, str], Claim]
 
 
@@ -53,6 +57,8 @@ class Capacity:
         self._cores, self._config, self._namespace = cores, config, namespace
         self._may_change = takes_newcomers(config)
         self._making_room = asyncio.Lock()
+        self._deadlines: dict[str, float] = {}
+        """Times until which members wait for another node, by name."""
         self.on_node: Callable[[], None] = lambda: None
         """Callback for when a node may be new, or have a new agent."""
 
@@ -157,8 +163,33 @@ class Capacity:
         try:
             claim = await self._found(actor, self._reservation.claim_again)
         except ResourceError as error:
-            raise WorkerDied(f"{actor.name} is lost with its node. {error}") from None
+            claim = await self._awaited(actor, error)
+        self._deadlines.pop(actor.name, None)
         self._reservation.accept(actor, claim)
+
+    async def _awaited(self, actor: ActorPlan, refusal: ResourceError) -> Claim:
+        """Room for a member that no node has now, on one that comes within `cluster.wait_s` of its first `refusal`.
+        Raises `WorkerDied`."""
+        wait_s, lost = self._config.cluster.wait_s, f"{actor.name} is lost with its node"
+        deadline, request, claim = self._deadlines.setdefault(actor.name, time.monotonic() + wait_s), None, None
+        try:
+            if time.monotonic() < deadline:
+                _LOG.warning("%s, and waits up to %g s (cluster.wait_s) for another. %s", lost, wait_s, refusal)
+                request = await in_thread(
+                    lambda: self._reservation.request(actor, self._config, self._namespace), withdraw
+                )
+            while request is not None and time.monotonic() < deadline:
+                if (room := await asyncio.to_thread(received, request)) is not None:
+                    claim = await self._found(actor, lambda *_: room)
+                    return claim
+                await asyncio.sleep(WAIT_S)
+        except (ResourceError, RayError) as error:
+            refusal = ResourceError(str(error))
+        finally:
+            if request is not None and claim is None:
+                withdraw(request)
+        within = f", and no other came within {wait_s:g} s (cluster.wait_s)" if wait_s else ""
+        raise WorkerDied(f"{lost}{within}. {refusal}")
 
     async def _found(self, actor: ActorPlan, claims: Claims) -> Claim:
         """Room for a member, by one of the ways to claim it, on a node that has its files. It is given back if the

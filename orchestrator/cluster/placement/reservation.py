@@ -26,7 +26,7 @@ from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing, run_of
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, open_nodes, place_one
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, cluster_nodes, free_nodes, titles
-from penstock.orchestrator.cluster.placement.queue import Queue, bundles_by_node, labels_of
+from penstock.orchestrator.cluster.placement.queue import ONE_BYTE, Queue, bundles_by_node, labels_of
 
 PATIENCE_S = 5.0
 """Seconds for Ray to reserve what was free a moment ago."""
@@ -161,17 +161,21 @@ class Reservation:
             remove_placement_group(group)
         del self._asked[count:]
         while len(self._asked) < count:
-            labels, number = labels_of([actor], cluster_nodes(), config.cluster), time.time_ns()
-            group = self._owner.reserve([_resources([actor])], [labels], f"{name}{OF_MEMBER}{actor.role}-{number}")
-            self._asked.append(group)
+            self._asked.append(self.request(actor, config, name))
+
+    def request(self, actor: ActorPlan, config: RunConfig, name: str) -> PlacementGroup:
+        """Ask the cluster for room for one more actor like one, on whichever node it may be. `name`: the namespace of
+        the run."""
+        labels, number = labels_of([actor], cluster_nodes(), config.cluster), time.time_ns()
+        bundle = _resources([actor]) or ONE_BYTE
+        return self._owner.reserve([bundle], [labels], f"{name}{OF_MEMBER}{actor.role}-{number}")
 
     def num_received(self, actor: ActorPlan) -> int:
         """Number of actors like one for which there is room now that was asked for."""
-        nodes = {node.id: node for node in cluster_nodes()}
         for group in list(self._asked):
-            for node_id in bundles_by_node(placement_group_table(group)).keys() & nodes.keys():
+            if (claim := received(group)) is not None:
                 self._asked.remove(group)
-                self._vacant.append((actor, Claim(nodes[node_id], group, is_own=True)))
+                self._vacant.append((actor, claim))
         return sum(claim.is_own and like.role == actor.role for like, claim in self._vacant)
 
     @property
@@ -220,6 +224,18 @@ class Reservation:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def received(request: PlacementGroup) -> Claim | None:
+    """The claim of a request for one actor; None: no node has room for it yet."""
+    nodes = {node.id: node for node in cluster_nodes()}
+    there = bundles_by_node(placement_group_table(request)).keys() & nodes.keys()
+    return next((Claim(nodes[node_id], request, is_own=True) for node_id in there), None)
+
+
+def withdraw(request: PlacementGroup) -> None:
+    """Take a request back that no node has room for, or that is not needed any more."""
+    remove_placement_group(request)
 
 
 def bundles_of(actors: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
