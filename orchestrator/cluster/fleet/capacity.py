@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
 
 from penstock.conf.errors import DeadlineExceeded, ResourceError, WorkerDied
 from penstock.conf.run import RunConfig
@@ -171,7 +172,9 @@ class Capacity:
         """Room for a member that no node has now, on one that comes within `cluster.wait_s` of its first `refusal`.
         Raises `WorkerDied`."""
         wait_s, lost = self._config.cluster.wait_s, f"{actor.name} is lost with its node"
-        deadline, request, claim = self._deadlines.setdefault(actor.name, time.monotonic() + wait_s), None, None
+        deadline = self._deadlines.setdefault(actor.name, time.monotonic() + wait_s)
+        request: PlacementGroup | None = None
+        claim: Claim | None = None
         try:
             if time.monotonic() < deadline:
                 _LOG.warning("%s, and waits up to %g s (cluster.wait_s) for another. %s", lost, wait_s, refusal)
