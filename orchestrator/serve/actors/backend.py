@@ -28,6 +28,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import Handles, answers, answers_or_end
 from penstock.orchestrator.loops.verbs import put_together, shares_of
 from penstock.orchestrator.membership.recoveries import Recoveries
+from penstock.orchestrator.membership.recovery import FAILED_RESTARTS
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.supervisor import CatchUp, nothing_to_catch_up
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -65,7 +66,7 @@ async def replace(
     try:
         await restarts.start_anew(role, title, failure, start)
     except PenstockError as error:
-        if failed_starts:
+        if error is not failure or len(failed_starts) >= FAILED_RESTARTS:
             raise BackendFailed(f"{title} cannot be started again: {first_line(failed_starts[-1])}") from error
         raise BudgetSpent(f"{title} was lost again after faults.max_restarts restarts: {first_line(error)}") from error
 

@@ -185,6 +185,20 @@ def test_who_loses_ranks_beyond_the_budget_is_named_and_the_ranks_come_back(made
     run_virtually(scenario())
 
 
+def test_a_start_that_fails_once_ends_no_server_though_it_spends_a_budget(made):
+    fleet, ranks = made
+
+    async def scenario():
+        for _ in range(2):
+            await ranks.bring_back("alice", await lost(ranks, fleet))
+        fleet.failures["Trainer-0"] = 1
+        with pytest.raises(DeadlyRequest):
+            await ranks.bring_back("alice", await lost(ranks, fleet))
+        assert await ranks.optim_step("x", AdamParams()) == {"grad_norm": 1.0}
+
+    run_virtually(scenario())
+
+
 def test_ranks_that_a_request_fails_on_are_replaced_since_the_others_wait(made):
     fleet, ranks = made
     fleet.failing = "forward_adapter"
