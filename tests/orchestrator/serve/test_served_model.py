@@ -64,8 +64,8 @@ def test_rank_and_engine_and_server_die_and_no_bit_changes(
                 server.start()
 
         assert looped(server, disturb) == undisturbed
-        assert sum("ranks are replaced" in line for line in server.lines) == 1
-        assert sum("Rollout-0 is replaced" in line for line in server.lines) == 1
+        assert sum("Trainer-policy-0 is lost" in line for line in server.lines) == 1
+        assert sum("Rollout-0 is lost" in line for line in server.lines) == 1
 
 
 def test_two_clients_get_the_bits_that_each_gets_alone_and_a_third_is_refused(
