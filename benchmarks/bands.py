@@ -16,7 +16,7 @@ from benchmarks.harness import Target, new_table, parse_arguments, print_targets
 from benchmarks.learning import MARGIN, NUM_SEEDS, RECIPES, accuracies, penstock, worst_gain
 from benchmarks.learning_environments import MEASURES
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.ui.known_curves import write_known
+from penstock.orchestrator.observability.charts.known_curves import write_known
 
 SIDES = ("arithmetic", "custom_algorithm", *RECIPES, "moe", *MEASURES, "count_shapes")
 DEADLINE_S = 3600.0

@@ -36,7 +36,7 @@ DEADLINE_S = 600
 def penstock(words: list[str], log: Path, deadline_s: float = DEADLINE_S) -> float:
     """Run the command. Returns its seconds. Ends the benchmark if it fails."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+    command = [sys.executable, "-m", "penstock.cli.main", "run", *words]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with log.open("w") as output:
         done = subprocess.run(

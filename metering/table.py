@@ -1,6 +1,6 @@
 """Every metric that is declared. `METRICS` has all of them, by the role of the process that measures.
 
-Workers measure them, `orchestrator/observability/grafana/` queries them, and a test compares docs/monitoring.md with
+Workers measure them, `ui/grafana/` queries them, and a test compares docs/monitoring.md with
 them. Prometheus keeps each series for weeks: one engine has 12 at most, a rank 12, a run 60 besides its ranks, and a
 server 26 for each tenant.
 """

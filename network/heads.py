@@ -8,10 +8,12 @@ cut off for the next.
 """
 
 import asyncio
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from penstock.conf.errors import ConfigError
 from penstock.network.listener import MAX_PENDING, PendingHandshakes
 
 HEAD_S = 20.0
@@ -22,6 +24,18 @@ BACKLOG = 64
 CONNECTIONS = 2**14
 """Most connections that a server keeps open."""
 _END = b"\r\n\r\n"
+
+
+def listen(host: str, ports: Sequence[int]) -> socket.socket:
+    """Listen on the first of `ports` that is free. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            problem = error
+    tried = f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"
+    raise ConfigError(f"port {tried} of {host}: {problem.strerror}. Choose another: --port N, or --port 0 for any.")
 
 
 class Heads:

@@ -18,9 +18,9 @@ from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, NotSt
 from penstock.network.proxies import ask_directly
 from penstock.orchestrator.loops.thread import LoopThread
 from penstock.orchestrator.loops.verbs import LoopPolicy, SampleOptions, check_name, loss_call
+from penstock.workers.calls.sample_calls import SampledTokens, SampleOutput, TopTokens
+from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 from penstock.workers.protocols import Sampling
-from penstock.workers.sample_calls import SampledTokens, SampleOutput, TopTokens
-from penstock.workers.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 
 T = TypeVar("T")
 

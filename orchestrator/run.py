@@ -38,8 +38,8 @@ from penstock.orchestrator.observability.reporting.report import write_report
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, opened_sinks
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.files import sync
 from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.machine.files import sync
 
 
 @dataclass(frozen=True)

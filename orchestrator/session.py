@@ -45,7 +45,7 @@ from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.storeless import started_fleet
 from penstock.store.data.rows import Rows
-from penstock.workers.error_share import ErrorShare
+from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from penstock.orchestrator.run import run as run
     from penstock.orchestrator.session import session as session
     from penstock.store.data.rows import Rows as Rows
+    from penstock.workers.calls.training_calls import AdamParams as AdamParams
+    from penstock.workers.calls.training_calls import Datum as Datum
+    from penstock.workers.calls.training_calls import LossCall as LossCall
     from penstock.workers.environments.context import Context as Context
     from penstock.workers.environments.environment import environment as environment
     from penstock.workers.environments.task import Task as Task
@@ -47,14 +50,11 @@ if TYPE_CHECKING:
     from penstock.workers.protocols import Sampling as Sampling
     from penstock.workers.reward.registry import reward as reward
     from penstock.workers.sandbox.sandbox import Sandbox as Sandbox
-    from penstock.workers.training_calls import AdamParams as AdamParams
-    from penstock.workers.training_calls import Datum as Datum
-    from penstock.workers.training_calls import LossCall as LossCall
     from penstock.workers.trajectory import Trajectory as Trajectory
     from penstock.workers.trajectory import Turn as Turn
 
 _HOMES = {
-    "AdamParams": "workers.training_calls",
+    "AdamParams": "workers.calls.training_calls",
     "AlgorithmConfig": "conf.algorithms.base",
     "AttemptOver": "conf.errors",
     "BatchTotals": "algorithms.aggregation",
@@ -64,10 +64,10 @@ _HOMES = {
     "Context": "workers.environments.context",
     "DataError": "conf.errors",
     "Dataflow": "algorithms.graph.dataflow",
-    "Datum": "workers.training_calls",
+    "Datum": "workers.calls.training_calls",
     "InfrastructureError": "conf.errors",
     "LimitReached": "conf.errors",
-    "LossCall": "workers.training_calls",
+    "LossCall": "workers.calls.training_calls",
     "Message": "workers.gateway.formats.conversation",
     "NonNegative": "algorithms.named",
     "PenstockError": "conf.errors",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.store.data.rows import Rows
-from penstock.workers.model_files import INDEX, SINGLE
+from penstock.workers.models.model_files import INDEX, SINGLE
 
 
 def load_model(directory: str | Path) -> dict[str, torch.Tensor]:

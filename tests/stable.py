@@ -10,11 +10,11 @@ import json
 from typing import Any
 
 import penstock
+from penstock.cli.main import COMMANDS
+from penstock.cli.parser import make_parser
 from penstock.conf import errors
 from penstock.metering import table
 from penstock.metering.meters import Metric
-from penstock.orchestrator.cli import COMMANDS
-from penstock.orchestrator.cli_parser import make_parser
 from penstock.orchestrator.configuration.keys import sections
 
 GIVEN = ("Context",)

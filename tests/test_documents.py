@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import COMMANDS
+from penstock.cli.parser import make_parser
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.cli import COMMANDS
-from penstock.orchestrator.cli_parser import make_parser
 from penstock.orchestrator.configuration.compose import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def test_commands_can_be_given(page: Path) -> None:
 def said_in_code() -> str:
     """Every text that the product may print, one after the other."""
     found = []
-    for folder in ("algorithms", "conf", "orchestrator", "store", "workers"):
+    for folder in ("algorithms", "cli", "conf", "orchestrator", "planner", "serve", "store", "ui", "workers"):
         for file in (ROOT / folder).rglob("*.py"):
             constants = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
             found += [node.value for node in constants if isinstance(node.value, str)]

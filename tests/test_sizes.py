@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("orchestrator", "workers", "store", "algorithms", "conf", "network", "metering", "recipes")
+FOLDERS = (
+    "cli", "planner", "serve", "ui", "orchestrator", "workers", "store", "algorithms", "conf", "network", "metering",
+    "recipes",
+)  # fmt: skip
 MOST_LINES, MOST_OF_FUNCTION, MOST_PARAMETERS, SMALL = 400, 60, 8, 60
 MOST_OF_NAME = 75
 MOST_THAT_PRY = 17

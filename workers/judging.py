@@ -16,9 +16,9 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import DataError
 from penstock.conf.reward import JudgeConfig
 from penstock.conf.secret import reveal
-from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
+from penstock.workers.lifecycle.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
 from penstock.workers.reward.response import with_task

@@ -18,13 +18,13 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed
+from penstock.workers.lifecycle.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
+from penstock.workers.lifecycle.serving import Serving
+from penstock.workers.machine.processes import ProcessId
 from penstock.workers.node.questions import NodeActors
-from penstock.workers.processes import ProcessId
-from penstock.workers.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
-from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 

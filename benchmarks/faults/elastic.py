@@ -35,7 +35,7 @@ class Scaling(threading.Thread):
             while self._num_steps() < step:
                 if self._stopped.wait(0.05):
                     return
-            command = [sys.executable, "-m", "penstock.orchestrator.cli", "scale", str(self._directory), request]
+            command = [sys.executable, "-m", "penstock.cli.main", "scale", str(self._directory), request]
             subprocess.run(command, cwd=ROOT, env=self._environment, check=True, timeout=120)
 
     def _num_steps(self) -> int:

@@ -91,7 +91,7 @@ class Served:
         self._prompts = _prompts(arguments.model, arguments.prompts)
         words = [f"model.path={arguments.model}", f"output_dir={arguments.output_dir}", *arguments.overrides]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.orchestrator.cli", "serve", *words, "--port", "0"],
+            [sys.executable, "-m", "penstock.cli.main", "serve", *words, "--port", "0"],
             stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | {"TINKER_API_KEY": KEY},
         )  # fmt: skip
         assert self._process.stdout is not None

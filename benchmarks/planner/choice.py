@@ -12,11 +12,11 @@ from typing import Any
 from benchmarks.harness import Target, new_table, show
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.planning.hardware import parse_cluster
-from penstock.orchestrator.planning.known_models import known_shape
-from penstock.orchestrator.planning.lengths import Lengths
-from penstock.orchestrator.planning.played import played
-from penstock.orchestrator.planning.search import Search
+from penstock.planner.hardware import parse_cluster
+from penstock.planner.known_models import known_shape
+from penstock.planner.lengths import Lengths
+from penstock.planner.played import played
+from penstock.planner.search import Search
 
 WORKLOADS, QUICK_WORKLOADS = 500, 10
 MOST_PLANS = 40

@@ -16,10 +16,10 @@ from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.rank_memory import RankSetting, rank_memory
 from penstock.orchestrator.configuration.memory.run_memory import GIB
-from penstock.orchestrator.planning.hardware import KINDS, Nodes
-from penstock.orchestrator.planning.known_models import known_shape
-from penstock.orchestrator.planning.lengths import Lengths
-from penstock.orchestrator.planning.search import Search
+from penstock.planner.hardware import KINDS, Nodes
+from penstock.planner.known_models import known_shape
+from penstock.planner.lengths import Lengths
+from penstock.planner.search import Search
 
 ERROR, LEAST_WITHIN = 0.15, 0.9
 SLICE_BYTES = 2048 * 14

@@ -16,15 +16,15 @@ from typing import Any
 import yaml
 
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.orchestrator.planning.costs.decoding import Engine
-from penstock.orchestrator.planning.costs.efficiencies import Efficiencies
-from penstock.orchestrator.planning.costs.measured import kernels_of
-from penstock.orchestrator.planning.costs.training import Rank
-from penstock.orchestrator.planning.durations import Sync
-from penstock.orchestrator.planning.hardware import KINDS
-from penstock.orchestrator.planning.known_models import known_shape
-from penstock.orchestrator.planning.lengths import Lengths
-from penstock.orchestrator.planning.steady import Engines, Workload, estimate
+from penstock.planner.costs.decoding import Engine
+from penstock.planner.costs.efficiencies import Efficiencies
+from penstock.planner.costs.measured import kernels_of
+from penstock.planner.costs.training import Rank
+from penstock.planner.durations import Sync
+from penstock.planner.hardware import KINDS
+from penstock.planner.known_models import known_shape
+from penstock.planner.lengths import Lengths
+from penstock.planner.steady import Engines, Workload, estimate
 
 FILE = Path(__file__).with_name("published.yaml")
 SLOTS = 256

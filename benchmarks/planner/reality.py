@@ -25,8 +25,8 @@ import psutil
 from benchmarks.harness import ROOT, Target, new_table, settle, show, spread
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.planning.calibration import read_pilot
-from penstock.orchestrator.planning.simulation.machine import Machine
+from penstock.planner.calibration import read_pilot
+from penstock.planner.simulation.machine import Machine
 from penstock.workers.fresh_model import build_fresh_model
 
 NUM_PROMPTS, GROUPS, SIZE, MAX_TOKENS = 512, 6, 12, 64
@@ -136,7 +136,7 @@ def ran(folder: Path, way: Way, steps: int, name: str, words: Sequence[str] = ()
     own = [*_words(folder, way), f"trainer.max_steps={steps}", f"name={name}", *words]
     before, load = psutil.cpu_times(), os.getloadavg()[0]
     with (folder / f"{name}.log").open("w") as log:
-        command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *own]
+        command = [sys.executable, "-m", "penstock.cli.main", "run", *own]
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=LONGEST_S, check=True)
     after, place = psutil.cpu_times(), folder / "runs" / name
     wall_s = sum(after) - sum(before)

@@ -61,11 +61,11 @@ def _simulated(bound: int, steps: int, engines: int) -> dict[str, Any]:
 
 def main() -> None:
     from penstock.orchestrator.configuration.compose import load_config
-    from penstock.orchestrator.planning.durations import Sync
-    from penstock.orchestrator.planning.lengths import Lengths
-    from penstock.orchestrator.planning.simulation.constant import ConstantDurations
-    from penstock.orchestrator.planning.simulation.members import Samples
-    from penstock.orchestrator.planning.simulation.simulation import Simulation
+    from penstock.planner.durations import Sync
+    from penstock.planner.lengths import Lengths
+    from penstock.planner.simulation.constant import ConstantDurations
+    from penstock.planner.simulation.members import Samples
+    from penstock.planner.simulation.simulation import Simulation
 
     bound, steps, engines = map(int, sys.argv[1:])
     config = load_config(

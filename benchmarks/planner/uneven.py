@@ -14,12 +14,12 @@ from benchmarks.harness import Target, new_table, show
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.planning.candidates import Candidate
-from penstock.orchestrator.planning.hardware import GpuKind, Nodes, parse_cluster
-from penstock.orchestrator.planning.known_models import known_shape
-from penstock.orchestrator.planning.lengths import Lengths
-from penstock.orchestrator.planning.played import best_classes, played
-from penstock.orchestrator.planning.search import Plan, Search
+from penstock.planner.candidates import Candidate
+from penstock.planner.hardware import GpuKind, Nodes, parse_cluster
+from penstock.planner.known_models import known_shape
+from penstock.planner.lengths import Lengths
+from penstock.planner.played import best_classes, played
+from penstock.planner.search import Plan, Search
 
 MIXES = ("2x8:h100,2x8:l40s", "2x8:h800,2x8:h20")
 MODELS = ("Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-14B")

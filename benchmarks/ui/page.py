@@ -13,7 +13,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page
 
 from benchmarks.harness import ROOT, Target
-from tests.orchestrator.observability.ui.browser import chromium, visit
+from tests.ui.browser import chromium, visit
 
 START_S = 60
 SETTLE_MS = 300
@@ -74,7 +74,7 @@ def rounds(place: Path, num_rounds: int) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def server(place: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """Start `penstock ui`. Yields it, once it listens, and its address."""
-    command = [sys.executable, "-m", "penstock.orchestrator.cli", "ui", str(place), "--port", "0"]
+    command = [sys.executable, "-m", "penstock.cli.main", "ui", str(place), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

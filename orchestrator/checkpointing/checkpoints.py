@@ -27,7 +27,7 @@ from penstock.network.names import OutsideName, below
 from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
 from penstock.orchestrator.run_directory.mirrored import MirrorRecord, url_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.files import (
+from penstock.workers.machine.files import (
     SavedFile,
     download,
     exists,
@@ -42,7 +42,7 @@ from penstock.workers.files import (
     upload_directory,
     write_text,
 )
-from penstock.workers.local_files import filling
+from penstock.workers.machine.local_files import filling
 from penstock.workers.prompts.curriculum import CurriculumState
 from penstock.workers.prompts.identity import DataIdentity
 from penstock.workers.prompts.order import PromptCursor

@@ -20,8 +20,8 @@ from penstock.orchestrator.checkpointing.checkpoints import bring_model, open_ch
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.workers.files import absolute, is_url, list_names, upload_directory
-from penstock.workers.local_files import filling
+from penstock.workers.machine.files import absolute, is_url, list_names, upload_directory
+from penstock.workers.machine.local_files import filling
 from penstock.workers.trainer.exported_files import check_exported, remove_weights
 
 if TYPE_CHECKING:

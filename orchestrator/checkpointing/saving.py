@@ -32,7 +32,7 @@ from penstock.orchestrator.run_directory.json_lines import plain
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data import durable
 from penstock.store.service.snapshot import snapshot_files
-from penstock.workers.files import SavedFile, absolute, is_url
+from penstock.workers.machine.files import SavedFile, absolute, is_url
 from penstock.workers.prompts.source import PromptStart
 
 RETRY_S = 1.0

@@ -25,9 +25,9 @@ from penstock.network.proxies import ask_directly
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_place import try_place
-from penstock.workers.context_length import longest_context, longest_short_context
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor, model_config, vocabulary_size
-from penstock.workers.model_files import CONFIG, weight_files
+from penstock.workers.models.context_length import longest_context, longest_short_context
+from penstock.workers.models.model_files import CONFIG, weight_files
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.tokenization import load_tokenizer

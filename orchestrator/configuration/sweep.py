@@ -29,13 +29,13 @@ from penstock.orchestrator.cluster.connection import cluster_address
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.sweep_points import Point
-from penstock.orchestrator.observability.ui.runs.found import FINISHED, RunLine, line_of
+from penstock.orchestrator.observability.runs.found import FINISHED, RunLine, line_of
 from penstock.orchestrator.signals import Repeats, ending
-from penstock.workers.local_files import write_whole
+from penstock.workers.machine.local_files import write_whole
 
 FILE = "sweep.json"
 """Name of the file in the sweep's directory with its words and its runs, for the page."""
-COMMAND = (sys.executable, "-m", "penstock.orchestrator.cli", "run")
+COMMAND = (sys.executable, "-m", "penstock.cli.main", "run")
 LOOK_S = 0.2
 GRACE_S = 60.0
 """Seconds for runs to end after Ctrl-C; then they are killed."""

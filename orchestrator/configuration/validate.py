@@ -45,9 +45,9 @@ from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.orchestrator.run_directory.run_place import try_place, working_copies
 from penstock.workers.environments.adapters.tools import Tools
 from penstock.workers.environments.environment import make_environment
-from penstock.workers.files import is_url, list_names
 from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
+from penstock.workers.machine.files import is_url, list_names
 from penstock.workers.prompts.curriculum import MOST_SHOWN, level_of
 from penstock.workers.prompts.dataset_row import Needs, PromptDataset, is_cut
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read

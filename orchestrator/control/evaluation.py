@@ -18,7 +18,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers_or_end, is_recoverable
 from penstock.workers.attempts.runner import Played
-from penstock.workers.concurrent_tasks import cancel_all
+from penstock.workers.lifecycle.concurrent_tasks import cancel_all
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling

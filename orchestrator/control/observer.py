@@ -19,6 +19,7 @@ from penstock.orchestrator.membership.liveness import Watch
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
+from penstock.orchestrator.observability.charts.known_curves import KnownCurves
 from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
 from penstock.orchestrator.observability.monitoring.links import Links
 from penstock.orchestrator.observability.monitoring.logs import Logs
@@ -27,7 +28,6 @@ from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S, StepLog
-from penstock.orchestrator.observability.ui.known_curves import KnownCurves
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 

@@ -54,7 +54,7 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:
     itself, unless it is ignored here. SIGTERM and SIGHUP are passed on: a process that has no handler for them yet dies
     of them."""
     wanted: list[int] = []
-    process = subprocess.Popen([sys.executable, "-m", "penstock.orchestrator.cli", "run", *words])
+    process = subprocess.Popen([sys.executable, "-m", "penstock.cli.main", "run", *words])
 
     def heard(number: int, _: FrameType | None) -> None:
         wanted.append(number)

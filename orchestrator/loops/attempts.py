@@ -17,7 +17,7 @@ from penstock.orchestrator.loops.policy import Prompt
 from penstock.store.data.rows import Rows
 from penstock.store.spec import given
 from penstock.workers.attempts.worker import ERROR_WINDOW, AttemptColumns
-from penstock.workers.error_share import ErrorShare
+from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trajectory import FAILED, Trajectory

@@ -28,11 +28,11 @@ from penstock.orchestrator.loops.saved_states import SavedStates
 from penstock.orchestrator.loops.verbs import LoopPolicy, SampleOptions, loss_call, put_together, shares_of
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.batches import GroupLoad, spread
+from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
+from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
 from penstock.workers.protocols import Completion, Loss, Sampling
 from penstock.workers.rollout.worker import response_columns, sample_seed
-from penstock.workers.sample_calls import SampleCall, SampleOutput
-from penstock.workers.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 
 NOT_FINITE = "dropped/not_finite"
 """Metric: rows that an update left out."""

@@ -17,7 +17,7 @@ from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.ray_calls import Handles, answers_or_end
 from penstock.orchestrator.loops.thread import LoopThread
 from penstock.orchestrator.loops.verbs import seed_of
-from penstock.workers.sample_calls import SampleCall, SampleOutput
+from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
 
 
 class SampleCalls:

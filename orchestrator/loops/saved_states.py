@@ -17,7 +17,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.loops.verbs import check_name
 from penstock.orchestrator.run_directory.checkpoint import trainer_directory
-from penstock.workers.files import SavedFile, absolute, exists, read_text, remove, sync, write_text
+from penstock.workers.machine.files import SavedFile, absolute, exists, read_text, remove, sync, write_text
 
 MANIFEST = "state.json"
 FORMAT = 1

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from penstock.conf.errors import NotStarted
-from penstock.workers.concurrent_tasks import cancel_all
+from penstock.workers.lifecycle.concurrent_tasks import cancel_all
 
 T = TypeVar("T")
 END_S = 10.0

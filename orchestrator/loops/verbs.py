@@ -21,9 +21,9 @@ import numpy as np
 
 from penstock.conf.errors import DataError
 from penstock.store.ledger.batches import balance, row_cost
+from penstock.workers.calls.sample_calls import SampleOutput
+from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 from penstock.workers.protocols import Sampling
-from penstock.workers.sample_calls import SampleOutput
-from penstock.workers.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 

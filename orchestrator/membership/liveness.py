@@ -28,8 +28,7 @@ from penstock.conf.weights import SYNC_PHASES
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer, outcomes
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.processes import ProcessId
-from penstock.workers.progress import (
+from penstock.workers.lifecycle.progress import (
     COMPUTING,
     EXPORTING,
     KEEPING,
@@ -42,6 +41,7 @@ from penstock.workers.progress import (
     UPDATING,
     Progress,
 )
+from penstock.workers.machine.processes import ProcessId
 
 AGENT = "agent"
 MOST_BEATS = 2

@@ -29,7 +29,7 @@ from penstock.orchestrator.membership.handover import Identity, RunState, unpack
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
-from penstock.workers.progress import IDLE, Progress
+from penstock.workers.lifecycle.progress import IDLE, Progress
 from penstock.workers.trainer.report import StepReport
 
 STAGE = "train"

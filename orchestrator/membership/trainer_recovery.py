@@ -24,7 +24,7 @@ from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor
-from penstock.workers.progress import WAITING, Progress
+from penstock.workers.lifecycle.progress import WAITING, Progress
 
 ROLE = "trainer"
 RANKS = "the trainer's ranks"

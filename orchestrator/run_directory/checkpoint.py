@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.conf.secret import hide_in
-from penstock.workers.files import SavedFile
+from penstock.workers.machine.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
 
 FORMAT = 2

@@ -28,7 +28,7 @@ from penstock.orchestrator.run_directory.mirrored import (
     whole_lines,
     without_end,
 )
-from penstock.workers.files import remove, upload, write_bytes
+from penstock.workers.machine.files import remove, upload, write_bytes
 
 KIND = "upload"
 LONGEST_PAUSE_S = 60.0

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from penstock.orchestrator.run_directory.run_lock import ENDS, STARTS
-from penstock.workers.local_files import write_whole
+from penstock.workers.machine.local_files import write_whole
 
 RECORD = "mirror.json"
 EVENTS, METRICS, SPANS = "events.jsonl", "metrics.jsonl", "spans.jsonl"

@@ -46,7 +46,7 @@ class Disturbed:
         self._bed, self._python, self.directory = bed, python, directory
         tries = ["--retries", str(retries)] if retries else []
         self._command = [
-            *python, "-m", "penstock.orchestrator.cli", "run", *tries, *words,
+            *python, "-m", "penstock.cli.main", "run", *tries, *words,
             f"output_dir={directory.parent}", f"name={directory.name}",
         ]  # fmt: skip
         self._log = directory.with_name(f"{directory.name}.log")

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.orchestrator.serve.checkpoints import Address, Checkpoints
+from penstock.serve.checkpoints import Address, Checkpoints
 from penstock.workers.fresh_model import build_fresh_model
 from tests.amounts import IS_MANY
 from tests.chaos.plan import NET_S, SEEDS
 from tests.orchestrator.conftest import SMALL_MODEL
-from tests.orchestrator.serve.loop import step
-from tests.orchestrator.serve.served import Served, client, served
+from tests.serve.loop import step
+from tests.serve.served import Served, client, served
 
 pytestmark = pytest.mark.real
 

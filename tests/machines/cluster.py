@@ -3,7 +3,7 @@
     with machines(3, rate="1gbit", shm="1g") as cluster:
         cluster[1].run(["ping", …])
         cluster.start_ray(num_cpus=4)
-        cluster[1].run([sys.executable, "-m", "penstock.orchestrator.cli", "run", …], timeout_s=900)
+        cluster[1].run([sys.executable, "-m", "penstock.cli.main", "run", …], timeout_s=900)
         cluster[2].cut()
 
 Each has its own network, processes, host name, `/dev/shm` and `/tmp` (`machine.py`); a switch joins them (`switch.py`).

@@ -130,7 +130,7 @@ def test_runs_that_wait_for_nodes_have_them_in_the_order_in_which_they_came(
 def test_a_node_that_never_comes_ends_the_run_with_a_sentence(
     head: Machine, warm_python: list[str], small_run: list[str], tmp_path: Path
 ) -> None:
-    command = [*warm_python, "-m", "penstock.orchestrator.cli", "run", *small_run, "rollout.engine=hf"]
+    command = [*warm_python, "-m", "penstock.cli.main", "run", *small_run, "rollout.engine=hf"]
     words = [f"output_dir={tmp_path}", f"cluster.cpus_per_worker={NODE_CPUS + 1}", "cluster.wait_s=5"]
     done = head.run([*command, *words], cwd=ROOT, timeout_s=900, check=False)
     said = " ".join((done.stdout + done.stderr).split())
@@ -149,7 +149,7 @@ def test_a_run_starts_without_nodes_grows_under_load_and_gives_all_back(
     (tmp_path / "slow.py").write_text(REWARD)
     run = head.start(
         [
-            *warm_python, "-m", "penstock.orchestrator.cli", "run", *small_run, "rollout.engine=hf", "name=grows",
+            *warm_python, "-m", "penstock.cli.main", "run", *small_run, "rollout.engine=hf", "name=grows",
             "reward.cpus_per_worker=0", f"reward.function={tmp_path}/slow.py:digits",
             f"reward.options={{slow_while: {slow_while}}}", "trainer.max_steps=40", f"output_dir={tmp_path}",
             "cluster.wait_s=900", "rollout.num_workers=auto", f"rollout.max_workers={NODE_CPUS}",

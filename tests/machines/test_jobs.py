@@ -60,7 +60,7 @@ def test_a_job_from_a_laptop_brings_its_own_reward_and_algorithm(warm_python, tm
             "trainer.groups_per_step=4", "rollout.engine=hf", "trainer.max_steps=2", f"output_dir={tmp_path}/runs",
             "name=job",
         ]  # fmt: skip
-        penstock = [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words]
+        penstock = [*warm_python, "-m", "penstock.cli.main", "run", *words]
         given = ["--metadata-json", json.dumps({"penstock.recipe": "mine", "team": "red"})]
         laptop.run([*submit, *given, "--working-dir", "/tmp/mine", "--", *penstock], cwd=ROOT, timeout_s=900)
         told = laptop.run([*warm_python, "-c", METADATA], cwd=ROOT, timeout_s=300).stdout

@@ -63,7 +63,7 @@ def test_a_machine_that_joins_gets_an_engine_and_takes_it_along(
     with machines(2, keep=[warm, tmp_path_factory.getbasetemp()]) as cluster:
         head, late = cluster
         cluster.start_ray(num_cpus=2, num_nodes=1, warm=warm, environment=SOON)
-        command = [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words]
+        command = [*warm_python, "-m", "penstock.cli.main", "run", *words]
         head.run([*command, "name=alone"], cwd=ROOT, timeout_s=900)
         slow_while.touch()
         run = head.start(

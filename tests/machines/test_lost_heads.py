@@ -29,7 +29,7 @@ def test_a_run_without_a_head_ends_with_an_error_an_event_and_a_report(
             num_cpus=[0, 2], warm=warm, environment={"RAY_gcs_rpc_server_reconnect_timeout_s": str(AWAY_S)}
         )
         run = cluster[2].start(
-            [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words], cwd=ROOT, stdout=subprocess.PIPE,
+            [*warm_python, "-m", "penstock.cli.main", "run", *words], cwd=ROOT, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         deadline = time.monotonic() + 900

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.model_files import INDEX
+from penstock.workers.models.model_files import INDEX
 from penstock.workers.trainer.exported_files import shard_name
 from tests.machines.cluster import ROOT, machines
 from tests.model_files import load_model
@@ -49,7 +49,7 @@ def penstock_run(cluster, warm_python, folder):
     def run(name, *words):
         cluster[1].run(
             [
-                *warm_python, "-m", "penstock.orchestrator.cli", "run",
+                *warm_python, "-m", "penstock.cli.main", "run",
                 f"model.path={MODEL}", f"data.path={folder}/prompts.jsonl", "rollout.max_model_len=64",
                 "rollout.sampling.max_tokens=12", "reward.function=digits", "trainer.groups_per_step=4",
                 "algorithm.group_size=4", "trainer.optimizer.lr=1e-3", "rollout.engine=hf", "trainer.max_steps=3",

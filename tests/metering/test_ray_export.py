@@ -1,5 +1,5 @@
 """Exporting disturbs nobody, whether or not Ray is there. What a real Prometheus gets of it is in
-`tests/orchestrator/observability/grafana/`."""
+`tests/ui/grafana/`."""
 
 import pytest
 

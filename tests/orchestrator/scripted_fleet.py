@@ -37,13 +37,13 @@ from penstock.store.epoch import Epoch
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.progress import IDLE, KEEPING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
+from penstock.workers.lifecycle.progress import IDLE, KEEPING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
+from penstock.workers.lifecycle.serving import Serving
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
-from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine

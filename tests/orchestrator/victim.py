@@ -10,7 +10,7 @@ class Victim:
     """Lifecycle: made, it runs; `wait_until` something has happened; `kill` or `finish`."""
 
     def __init__(self, words: Sequence[str], python: Sequence[str], environment: Mapping[str, str]) -> None:
-        command = [*python, "-m", "penstock.orchestrator.cli", "run", *words]
+        command = [*python, "-m", "penstock.cli.main", "run", *words]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

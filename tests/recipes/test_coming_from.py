@@ -56,7 +56,7 @@ def test_the_commands_of_a_user_of_another_system_train(
     assert [command[1] for command in commands] == ["translate", "validate", "run"]
     for command in commands:
         ended = subprocess.run(
-            [*warm_python, "-m", "penstock.orchestrator.cli", *command[1:]],
+            [*warm_python, "-m", "penstock.cli.main", *command[1:]],
             env=dict(driver_environment), cwd=place, capture_output=True, text=True, timeout=900, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]

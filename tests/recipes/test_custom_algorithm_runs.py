@@ -34,7 +34,7 @@ def trained(warm_python, driver_environment, tmp_path):
 
 @pytest.mark.promise("Your own algorithm")
 def test_the_graph_and_the_for_loop_train_the_same(trained):
-    graph = ["-m", "penstock.orchestrator.cli", "run", "recipe=custom_algorithm"]
+    graph = ["-m", "penstock.cli.main", "run", "recipe=custom_algorithm"]
     declarative = trained(graph, "declarative")
     imperative = trained([str(RECIPE / "imperative.py")], "imperative")
     assert len(declarative) == len(imperative) == 2

@@ -46,7 +46,7 @@ def test_a_recipe_runs_as_readme_gives_it(
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     words = [*run, "rollout.sampling.max_tokens=16", "evaluation.num_problems=16", "name=first"]
     ended = subprocess.run(
-        [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words],
+        [*warm_python, "-m", "penstock.cli.main", "run", *words],
         env=dict(driver_environment), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
@@ -79,7 +79,7 @@ def test_what_readme_says_can_be_done(
     program, *words = shlex.split(command)
     given = [word for word in words if not word.startswith(("model.path=", "trainer.max_steps="))]
     small = [word for word in SMALL if name != "my_algorithm.py" or not word.startswith("algorithm.")]  # it has no keys
-    started = ["-m", "penstock.orchestrator.cli"] if program == "penstock" else []
+    started = ["-m", "penstock.cli.main"] if program == "penstock" else []
     ended = subprocess.run(
         [*warm_python, *started, *given, *small],
         env=dict(driver_environment), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False,

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from penstock.conf.errors import NotStarted, SandboxUnavailable
-from penstock.workers.processes import ProcessId
+from penstock.workers.machine.processes import ProcessId
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox.execution import Limits, Value

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.workers import processes
-from penstock.workers.processes import ProcessId
+from penstock.workers.machine import processes
+from penstock.workers.machine.processes import ProcessId
 
 NOWHERE = "/nowhere/py-spy"
 WORKER = """
 import itertools, sys, threading, time
-from penstock.workers.processes import register
+from penstock.workers.machine.processes import register
 
 def waiting_in_a_thread():
     time.sleep(600)

@@ -21,22 +21,22 @@ from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.workers.attempts.runner import AttemptRunner, Played
 from penstock.workers.attempts.worker import ERROR_WINDOW, AttemptColumns, EnvironmentWorker
-from penstock.workers.contained import containing
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
-from penstock.workers.error_share import ErrorShare
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.gateway.http.server import AttemptKeys, HttpServer, told_address
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
+from penstock.workers.lifecycle.contained import containing
+from penstock.workers.lifecycle.error_share import ErrorShare
+from penstock.workers.lifecycle.progress import Progress
+from penstock.workers.lifecycle.serving import ServingActor
+from penstock.workers.machine.processes import children, end_children
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.processes import children, end_children
-from penstock.workers.progress import Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import GroupIntake
-from penstock.workers.serving import ServingActor
 from penstock.workers.trajectory import Trajectory
 
 

@@ -30,13 +30,21 @@ from penstock.conf.errors import (
 )
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.workers.contained import CodeEnded, OwnTime, called, contained, result_of, retrieve_failure, started
 from penstock.workers.environments.context import Context, finite
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.environments.toolbox import Toolbox
 from penstock.workers.gateway.http.server import AttemptKeys
 from penstock.workers.gateway.turn_sampler import TurnSampler
+from penstock.workers.lifecycle.contained import (
+    CodeEnded,
+    OwnTime,
+    called,
+    contained,
+    result_of,
+    retrieve_failure,
+    started,
+)
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox

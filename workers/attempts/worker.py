@@ -17,7 +17,7 @@ from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
-from penstock.workers.error_share import ErrorShare
+from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.worker import STAGE, GroupIntake, GroupLoop, Written
 from penstock.workers.trajectory import FAILED, Trajectory, row_columns

@@ -4,8 +4,8 @@ from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.store.client.client import StoreClient
 from penstock.workers.compute.worker import ComputeWorker
-from penstock.workers.progress import Progress
-from penstock.workers.serving import ServingActor
+from penstock.workers.lifecycle.progress import Progress
+from penstock.workers.lifecycle.serving import ServingActor
 
 
 class Compute(ServingActor):

@@ -20,7 +20,7 @@ from penstock.conf.errors import DataflowError, LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.workers.progress import COMPUTING, Phases
+from penstock.workers.lifecycle.progress import COMPUTING, Phases
 
 TORCH_DTYPES = {
     "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool

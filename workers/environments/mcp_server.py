@@ -16,10 +16,10 @@ from typing import Any, Self
 
 import anyio
 
-from penstock.workers.contained import retrieve_failure
 from penstock.workers.environments.child import LEAVE_S, SOON_S, Child
 from penstock.workers.environments.mcp_connection import McpAddress, McpConnection, cause_of
 from penstock.workers.environments.toolbox import as_text
+from penstock.workers.lifecycle.contained import retrieve_failure
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.conf.errors import DataError
-from penstock.workers.contained import waiting
+from penstock.workers.lifecycle.contained import waiting
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardError

@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import Any
 
 from penstock.conf.errors import ResourceError
-from penstock.workers.contained import CodeEnded, TookTooLong
+from penstock.workers.lifecycle.contained import CodeEnded, TookTooLong
 
 MAX_LEFT = 1000
 """Largest number of threads that hang; each costs memory, and the system's number of threads is limited too."""

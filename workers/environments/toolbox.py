@@ -24,9 +24,9 @@ from pydantic.errors import PydanticUserError
 
 from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, InfrastructureError, ResourceError
-from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tool_threads import ToolThreads
 from penstock.workers.gateway.formats.conversation import Message, Tools
+from penstock.workers.lifecycle.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.pictures.encoding import is_image
 from penstock.workers.sandbox.execution import Limits, ProgramOutcome
 from penstock.workers.sandbox.sandbox import Sandbox

@@ -13,13 +13,13 @@ import ray
 
 from penstock.network.connection import Address
 from penstock.network.machine import raise_limit
-from penstock.workers import processes
+from penstock.workers.machine import processes
+from penstock.workers.machine.processes import ProcessId, register
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_service import FileSet
 from penstock.workers.node.output import Lines, Output
 from penstock.workers.node.questions import Mailbox, NodeActors
-from penstock.workers.processes import ProcessId, register
 from penstock.workers.protocols import Publication
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan

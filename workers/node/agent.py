@@ -26,10 +26,10 @@ from penstock.network.listener import Handler, Listener
 from penstock.store.data.remote import nodes
 from penstock.store.data.remote.server import RowsServer
 from penstock.store.data.roots import OWNER_NAME, boot_id, claim_root, guard_root, remove_root, sweep_stale
+from penstock.workers.machine.processes import ProcessId, kill
 from penstock.workers.node import file_service, link, states
 from penstock.workers.node.file_service import FileService
 from penstock.workers.node.states import StateService
-from penstock.workers.processes import ProcessId, kill
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
 from penstock.workers.weights.chain.relay import Relay

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.workers.processes import ProcessId
+from penstock.workers.machine.processes import ProcessId
 
 MOST_BYTES = 1 << 18
 """Largest output of one file in one look. The excess is left out of the middle, and counted."""

@@ -2,10 +2,10 @@
 
 from penstock.conf.run import RunConfig
 from penstock.store.client.client import StoreClient
-from penstock.workers.progress import Progress
+from penstock.workers.lifecycle.progress import Progress
+from penstock.workers.lifecycle.serving import ServingActor
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
-from penstock.workers.serving import ServingActor
 
 
 class Prompts(ServingActor):

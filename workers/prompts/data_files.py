@@ -26,7 +26,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from penstock.conf.errors import DataError, suggest
-from penstock.workers.files import is_url
+from penstock.workers.machine.files import is_url
 from penstock.workers.prompts.data_names import (
     ARROW,
     COMPRESSIONS,

@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 
 from penstock.conf.errors import DataError
-from penstock.workers.files import is_url
+from penstock.workers.machine.files import is_url
 from penstock.workers.pictures.encoding import as_png, bytes_of_url, encoded, is_image
 
 MARK = "<image>"

@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.reward import RewardConfig
-from penstock.workers.concurrent_tasks import cancel_all
-from penstock.workers.contained import waiting
+from penstock.workers.lifecycle.concurrent_tasks import cancel_all
+from penstock.workers.lifecycle.contained import waiting
 from penstock.workers.reward.process import RewardProcess
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardError, RewardResult, in_order

@@ -21,8 +21,8 @@ from penstock.metering.meters import Meters
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.workers.concurrent_tasks import BusyClock, run_all
-from penstock.workers.error_share import ErrorShare
+from penstock.workers.lifecycle.concurrent_tasks import BusyClock, run_all
+from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.reward.response import Response
 from penstock.workers.reward.result import RewardError, RewardResult
 

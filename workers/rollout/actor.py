@@ -17,17 +17,17 @@ from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.store.epoch import Epoch
-from penstock.workers.concurrent_tasks import run_all
+from penstock.workers.calls.sample_calls import AdapterEngine, SampleCall, SampleOutput
+from penstock.workers.calls.training_calls import AdapterState
+from penstock.workers.lifecycle.concurrent_tasks import run_all
+from penstock.workers.lifecycle.progress import ASLEEP, LOADING, SERVING, Progress
+from penstock.workers.lifecycle.serving import ServingActor
 from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.progress import ASLEEP, LOADING, SERVING, Progress
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.nonfinite import fault_of
 from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
-from penstock.workers.sample_calls import AdapterEngine, SampleCall, SampleOutput
-from penstock.workers.serving import ServingActor
-from penstock.workers.training_calls import AdapterState
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
 

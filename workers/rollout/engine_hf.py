@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, WeightError, WorkerDied
+from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
+from penstock.workers.calls.training_calls import AdapterState
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, check_seen
@@ -32,8 +34,6 @@ from penstock.workers.rollout.nonfinite import nonfinite
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after, score_prompt
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.routed_experts import RoutingRecorder
-from penstock.workers.sample_calls import SampleCall, SampleOutput
-from penstock.workers.training_calls import AdapterState
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication

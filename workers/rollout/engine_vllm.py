@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from penstock.conf.errors import DataError, PenstockError, UnknownAdapter, WeightError
 from penstock.metering.meters import Meters
 from penstock.metering.table import BESIDE, ROLLOUT_LOAD_PHASES
+from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
@@ -44,7 +45,6 @@ from penstock.workers.rollout.vllm_pictures import prompt_of
 from penstock.workers.rollout.vllm_processes import PHASE_KEY, VllmProcesses
 from penstock.workers.rollout.vllm_sampling import SampleAsker
 from penstock.workers.routed_experts import RoutingShape
-from penstock.workers.sample_calls import SampleCall, SampleOutput
 from penstock.workers.weights.publication.reading import mapped_publication
 from penstock.workers.weights.streaming.engine_calls import Inbox
 from penstock.workers.weights.transport import Delivery, Info, Part

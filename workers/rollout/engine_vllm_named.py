@@ -29,12 +29,12 @@ from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, Unkno
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import VLLM_LORA_RANKS
 from penstock.metering.meters import Meters
-from penstock.workers.concurrent_tasks import cancel_all
+from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
+from penstock.workers.lifecycle.concurrent_tasks import cancel_all
 from penstock.workers.protocols import AdapterLimits, EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.named_adapters import Shape, check_adapter, write_peft
 from penstock.workers.rollout.vllm_processes import PHASE_KEY
-from penstock.workers.training_calls import AdapterSpec, AdapterState
 from penstock.workers.weights.publication.adapter import adapted_layers, tensor_name
 
 ADAPTED_HEADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")

@@ -17,11 +17,11 @@ from typing import Any
 
 from penstock.conf.errors import UnknownAdapter
 from penstock.metering.meters import Meters
+from penstock.workers.calls.training_calls import WHOLE, AdapterSpec, AdapterState
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.protocols import EngineSpec, Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.named_adapters import check_whole
-from penstock.workers.training_calls import WHOLE, AdapterSpec, AdapterState
 
 SHARED_MEMORY = Path("/dev/shm")
 

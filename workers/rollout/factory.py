@@ -5,9 +5,9 @@ import math
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.rollout import ENGINES
 from penstock.metering.meters import Meters
-from penstock.workers.cpu import prepare_for_torch
+from penstock.workers.calls.training_calls import WHOLE
+from penstock.workers.machine.cpu import prepare_for_torch
 from penstock.workers.protocols import EngineSpec, RolloutEngine
-from penstock.workers.training_calls import WHOLE
 
 
 def make_engine(spec: EngineSpec, meters: Meters | None = None) -> RolloutEngine:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from penstock.conf.errors import UnknownAdapter
+from penstock.workers.calls.training_calls import AdapterState
 from penstock.workers.protocols import AdapterLimits
 from penstock.workers.rollout.named_adapters import check_adapter, check_whole, factors_of
-from penstock.workers.training_calls import AdapterState
 
 
 class HfAdapters:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.workers.calls.sample_calls import SampledTokens, TopTokens
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Sampling
-from penstock.workers.sample_calls import SampledTokens, TopTokens
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Protocol, cast
 
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.workers.concurrent_tasks import BusyClock
+from penstock.workers.calls.sample_calls import AdapterEngine, SampleCall, SampleOutput
+from penstock.workers.lifecycle.concurrent_tasks import BusyClock
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, Publication, RolloutEngine, Sampled, Sampling
-from penstock.workers.sample_calls import AdapterEngine, SampleCall, SampleOutput
 
 LOOK_S = 1.0
 """Seconds between two looks at what the engine has sampled: as often as numbers are exported."""

@@ -18,13 +18,13 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.secret import reveal
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
-from penstock.workers.cpu import SETTINGS
+from penstock.workers.calls.training_calls import WHOLE
+from penstock.workers.machine.cpu import SETTINGS
 from penstock.workers.pictures.families import Family
 from penstock.workers.protocols import AdapterLimits, Completion, EngineSpec, Sampled, Sampling
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.vllm_pictures import picture_arguments
 from penstock.workers.routed_experts import RoutingShape
-from penstock.workers.training_calls import WHOLE
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, vllm_backend
 

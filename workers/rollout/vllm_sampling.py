@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.errors import DataError
+from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, TopTokens
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.prompt_scores import PromptScores
 from penstock.workers.rollout.vllm_conversion import outputs_of, sampling_params
-from penstock.workers.sample_calls import SampleCall, SampledTokens, TopTokens
 
 MOST_SCORES = 1 << 20
 """Most log-probabilities of a prompt, tokens times vocabulary, that are brought here from an engine that cannot choose

@@ -24,8 +24,8 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.store.errors import LeaseSuperseded
-from penstock.workers.concurrent_tasks import BusyClock, cancel_all
-from penstock.workers.error_share import ErrorShare
+from penstock.workers.lifecycle.concurrent_tasks import BusyClock, cancel_all
+from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 from penstock.workers.rollout.nonfinite import fault_of

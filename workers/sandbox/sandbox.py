@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import NotStarted
-from penstock.workers.contained import waiting
+from penstock.workers.lifecycle.contained import waiting
 from penstock.workers.sandbox.check import check
 from penstock.workers.sandbox.execution import (
     CallResult,

@@ -26,10 +26,8 @@ from penstock.network.machine import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.epoch import Epoch
-from penstock.workers.cpu import prepare_for_torch
-from penstock.workers.files import SavedFile
-from penstock.workers.processes import ProcessId, register
-from penstock.workers.progress import (
+from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.lifecycle.progress import (
     EXPORTING,
     IDLE,
     KEEPING,
@@ -41,11 +39,13 @@ from penstock.workers.progress import (
     Phases,
     Progress,
 )
+from penstock.workers.machine.cpu import prepare_for_torch
+from penstock.workers.machine.files import SavedFile
+from penstock.workers.machine.processes import ProcessId, register
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer.adapters.calls import DatumCalls
 from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
-from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import torch
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS, field_of
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
+from penstock.workers.lifecycle.progress import Phases
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.progress import Phases
 from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint

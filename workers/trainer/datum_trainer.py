@@ -18,12 +18,12 @@ from torch import Tensor
 
 from penstock.algorithms.losses.summed import summed_loss
 from penstock.conf.errors import DataError
+from penstock.workers.calls.training_calls import Datum, ForwardOutput, LossCall
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching, datums
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import LossInputs
 from penstock.workers.trainer.update.tally import Tally
-from penstock.workers.training_calls import Datum, ForwardOutput, LossCall
 
 T = TypeVar("T")
 

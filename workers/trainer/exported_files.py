@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from penstock.conf.errors import WeightError
-from penstock.workers.files import fault_of_size
-from penstock.workers.model_files import INDEX, SINGLE
+from penstock.workers.machine.files import fault_of_size
+from penstock.workers.models.model_files import INDEX, SINGLE
 
 SHARDS = "model-*-of-*.safetensors"
 

@@ -28,8 +28,8 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from penstock.conf.errors import ModelError, WeightError
 from penstock.store.data import durable
-from penstock.workers.local_files import FreeSpace, part_of, write_whole
-from penstock.workers.model_files import CONFIG, INDEX, SINGLE, copy_texts
+from penstock.workers.machine.local_files import FreeSpace, part_of, write_whole
+from penstock.workers.models.model_files import CONFIG, INDEX, SINGLE, copy_texts
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.exported_files import remove_weights, shard_name

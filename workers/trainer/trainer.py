@@ -26,6 +26,7 @@ from torch import Tensor
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.calls.training_calls import AdamParams
 from penstock.workers.protocols import Loss, UpdateReport
 from penstock.workers.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.trainer.contribution import UpdateParts, contribution
@@ -55,7 +56,6 @@ from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
 from penstock.workers.trainer.update.pictures import Pictures
 from penstock.workers.trainer.update.tally import Tally, with_shares
-from penstock.workers.training_calls import AdamParams
 
 
 class PolicyTrainer(Publishes):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.workers.files import SavedFile
+from penstock.workers.machine.files import SavedFile
 from penstock.workers.trainer.checkpointing.host_copy import num_copy_bytes
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 from penstock.workers.trainer.checkpointing.saver import Saver

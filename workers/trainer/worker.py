@@ -21,7 +21,7 @@ import numpy as np
 from penstock.conf.errors import LeaseExpired, PartnerGone
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
-from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
+from penstock.workers.lifecycle.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TokenValues, TrainedRows

@@ -19,7 +19,7 @@ from re import search
 from typing import Any
 
 from penstock.conf.errors import ModelError
-from penstock.workers.model_files import ADAPTER_CONFIG, BIN, BIN_INDEX, INDEX, SINGLE, files_of_index
+from penstock.workers.models.model_files import ADAPTER_CONFIG, BIN, BIN_INDEX, INDEX, SINGLE, files_of_index
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.weights.checkpoint_form import stacks
 

@@ -46,7 +46,7 @@ def run(
     """Run to the end, and look at what it has logged. Raises `Failed`."""
     log = place.folder / f"{name}.log"
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *arguments]
+    command = [sys.executable, "-m", "penstock.cli.main", "run", *arguments]
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:

@@ -15,7 +15,7 @@ import ray
 from penstock.conf.errors import WorkerDied
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import answers, get_all
-from penstock.workers.files import is_url
+from penstock.workers.machine.files import is_url
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_service import FileSet
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.conf.trainer import ALL_LINEAR
 from penstock.orchestrator.configuration.memory.tower_shape import TowerShape
-from penstock.workers.context_length import longest_context
+from penstock.workers.models.context_length import longest_context
 
 WITH_TOWER = ("qwen2_vl", "qwen2_5_vl")
 """Model types that see."""

@@ -19,10 +19,10 @@ from typing import Any
 
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import PenstockError
+from penstock.orchestrator.observability.charts.known_curves import KnownCurves
 from penstock.orchestrator.observability.diagnosis.history import Finding, History
 from penstock.orchestrator.observability.diagnosis.rules import findings
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
-from penstock.orchestrator.observability.ui.known_curves import KnownCurves
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 ACCURACY = "accuracy/heldout"

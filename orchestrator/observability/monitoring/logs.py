@@ -18,7 +18,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import outcomes
 from penstock.orchestrator.run_directory.mirrored import LOGS
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.processes import ProcessId
+from penstock.workers.machine.processes import ProcessId
 
 LOOK_S = 2.0
 """Seconds between two looks."""

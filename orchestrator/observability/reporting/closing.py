@@ -13,9 +13,9 @@ from rich.text import Text
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.conf.secret import hide_word
+from penstock.orchestrator.observability.charts.cards import Card, cards
 from penstock.orchestrator.observability.faults import duration_s
-from penstock.orchestrator.observability.ui.cards import Card, cards
-from penstock.orchestrator.observability.ui.runs.columns import Columns
+from penstock.orchestrator.observability.runs.columns import Columns
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 

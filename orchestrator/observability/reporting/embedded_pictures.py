@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.orchestrator.observability.ui.runs.own_files import read_own
+from penstock.orchestrator.observability.runs.own_files import read_own
 from penstock.orchestrator.run_directory.pictures import FOLDER, MOST_BYTES, NAME
 from penstock.workers.prompts.pictures import MARK
 

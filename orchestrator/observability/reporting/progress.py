@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.observability.charts.cards import elapsed
 from penstock.orchestrator.observability.reporting.step_view import LABEL, is_number, plain_line, step_view
-from penstock.orchestrator.observability.ui.cards import elapsed
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 
 NUM_NOTES = 5

@@ -1,8 +1,8 @@
 """The page about a run, made from its directory alone: `report.html` in one file, and the plots as PNGs beside it.
 
 It is made at the end of a run and by `penstock report RUN`. What the page says is gathered here; how it looks is in
-`templates/`. Its scripts and styles are those of `ui/static/`, as text. What a run lacks (steps, samples, metrics) is
-left out of its page.
+`templates/`. Its scripts and styles are those of `charts/static/`, as text. What a run lacks (steps, samples, metrics)
+is left out of its page.
 """
 
 import json
@@ -16,24 +16,24 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from penstock.orchestrator.observability import ui
+from penstock.orchestrator.observability import charts
+from penstock.orchestrator.observability.charts.cards import cards, elapsed
+from penstock.orchestrator.observability.charts.chart import Chart, drawn, write_pngs
+from penstock.orchestrator.observability.charts.known_curves import with_known
+from penstock.orchestrator.observability.charts.themes import charts_of
 from penstock.orchestrator.observability.differences import differences_of
 from penstock.orchestrator.observability.faults import FaultTimeline, duration_s, faults_of
 from penstock.orchestrator.observability.marks import marks_of
 from penstock.orchestrator.observability.reporting.embedded_pictures import EmbeddedPictures, Piece
-from penstock.orchestrator.observability.ui.cards import cards, elapsed
-from penstock.orchestrator.observability.ui.chart import Chart, drawn, write_pngs
-from penstock.orchestrator.observability.ui.known_curves import with_known
-from penstock.orchestrator.observability.ui.runs.columns import Columns
-from penstock.orchestrator.observability.ui.runs.found import ENDED
-from penstock.orchestrator.observability.ui.themes import charts_of
+from penstock.orchestrator.observability.runs.columns import Columns
+from penstock.orchestrator.observability.runs.found import ENDED
 from penstock.orchestrator.run_directory.fetching import at_place, bring_all, bring_more
 from penstock.orchestrator.run_directory.pictures import COLUMN, FOLDER, NAME
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import last_start_or_end
 
 TEMPLATES = Path(__file__).parent / "templates"
-STATIC = Path(ui.__file__).parent / "static"
+STATIC = Path(charts.__file__).parent / "static"
 SCRIPT = ("colors.js", "dom.js", "chart.js", "board.js", "report.js")
 _IMPORT = re.compile(r"^import .*$\n?", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=async |class |const |function )", re.MULTILINE)

@@ -12,7 +12,7 @@ from penstock.orchestrator.checkpointing.resuming import finished_run, open_run,
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.files import SavedFile, saved_file
+from penstock.workers.machine.files import SavedFile, saved_file
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 

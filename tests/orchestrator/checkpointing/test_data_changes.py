@@ -13,7 +13,7 @@ from penstock.orchestrator.checkpointing.resuming import open_run, rewind
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.files import saved_file
+from penstock.workers.machine.files import saved_file
 from penstock.workers.prompts.curriculum import CurriculumState
 from penstock.workers.prompts.identity import DataIdentity
 from penstock.workers.prompts.opening import open_rows

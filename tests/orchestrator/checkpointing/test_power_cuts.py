@@ -24,8 +24,8 @@ from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
-from penstock.workers.files import SavedFile, saved_file
-from penstock.workers.local_files import filling
+from penstock.workers.machine.files import SavedFile, saved_file
+from penstock.workers.machine.local_files import filling
 from penstock.workers.node.file_service import FILES, FileService, FileSet
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.trainer.checkpointing.saver import Saver

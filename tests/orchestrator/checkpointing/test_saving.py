@@ -18,7 +18,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.control import process
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.workers.files import SavedFile
+from penstock.workers.machine.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.cli.main import COMMANDS
+from penstock.cli.parser import make_parser
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cli import COMMANDS
-from penstock.orchestrator.cli_parser import make_parser
 from penstock.orchestrator.configuration.compose import load_config
 
 DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"

@@ -290,7 +290,7 @@ def test_an_import_that_raises_is_told_with_its_file(tmp_path: Path) -> None:
 @pytest.mark.real
 def test_a_wrong_key_is_told_without_importing_torch_or_ray() -> None:
     script = (
-        "import sys\nfrom penstock.orchestrator.cli import main\n"
+        "import sys\nfrom penstock.cli.main import main\n"
         "code = main(['run', 'recipe=arithmetic', 'trainer.max_step=3'])\n"
         "print(code, 'torch' in sys.modules, 'ray' in sys.modules)"
     )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from penstock.cli import main as cli
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator import cli
 from penstock.orchestrator.configuration.sweep import Sweep, jobs_for, room_for
 from penstock.orchestrator.configuration.sweep_points import points_of
 

@@ -8,7 +8,7 @@ import torch
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.orchestrator.cli import main
+from penstock.cli.main import main
 from penstock.orchestrator.configuration.compose import load_config
 from tests.registries import names_for_a_test
 

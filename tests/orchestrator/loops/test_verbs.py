@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import DataError, NotStarted
 from penstock.orchestrator.loops.thread import LoopThread
 from penstock.orchestrator.loops.verbs import check_name, put_together, shares_of
-from penstock.workers.training_calls import ForwardOutput
+from penstock.workers.calls.training_calls import ForwardOutput
 
 WAIT_S = 60.0
 

@@ -15,8 +15,7 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.orchestrator.membership import liveness
 from penstock.orchestrator.membership.liveness import ALIVE, Liveness, Verdict, VerdictKind, Watch, deadlines_of
-from penstock.workers.processes import ProcessId
-from penstock.workers.progress import (
+from penstock.workers.lifecycle.progress import (
     ASLEEP,
     COMPUTING,
     IDLE,
@@ -29,6 +28,7 @@ from penstock.workers.progress import (
     WAITING,
     Progress,
 )
+from penstock.workers.machine.processes import ProcessId
 from tests.fakes.actors import FakeHandle, never
 from tests.orchestrator.one_machine import OneMachine
 from tests.virtual_time import run_virtually

@@ -10,7 +10,7 @@ import pytest
 from penstock.conf.errors import MemoryCheckpointError
 from penstock.orchestrator.membership import takeover
 from penstock.orchestrator.membership.takeover import APART_S, take_up
-from penstock.workers.progress import IDLE, PUBLISHING, UPDATING, Progress
+from penstock.workers.lifecycle.progress import IDLE, PUBLISHING, UPDATING, Progress
 from tests.fakes.actors import FakeHandle
 from tests.virtual_time import run_virtually
 

@@ -19,8 +19,8 @@ from penstock.orchestrator.cluster.fleet.roll_call import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.membership.liveness import ALIVE, Liveness, VerdictKind
+from penstock.workers.lifecycle.progress import SERVING, STARTING, WAITING
 from penstock.workers.node.agent import STACKS
-from penstock.workers.progress import SERVING, STARTING, WAITING
 from tests.store.driver import make_spec
 
 ray = pytest.importorskip("ray")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from penstock.cli.main import main
 from penstock.conf.errors import CheckpointError, ConfigError
-from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting import report
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
@@ -17,7 +17,7 @@ from penstock.orchestrator.run_directory.pictures import PictureFolder, name_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.store.data.rows import Rows
-from penstock.workers.files import find, remove
+from penstock.workers.machine.files import find, remove
 from tests.remote_places import Flaky, flaky
 from tests.vision_models import picture
 

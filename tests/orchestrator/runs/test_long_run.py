@@ -39,7 +39,7 @@ def memory_of(root: psutil.Process) -> dict[str, int]:
 def test_the_memory_of_no_actor_grows(small_run: list[str], tmp_path: Path) -> None:
     words = [*small_run, f"trainer.max_steps={NUM_STEPS}", "max_staleness=1", "trainer.groups_per_step=2"]
     words += ["checkpoint.every_steps=100", "evaluation.every_steps=0", f"output_dir={tmp_path}", "name=long"]
-    command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+    command = [sys.executable, "-m", "penstock.cli.main", "run", *words]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     seen: dict[str, list[int]] = defaultdict(list)
     with (tmp_path / "log").open("w") as log:

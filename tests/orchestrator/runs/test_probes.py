@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.planning.asked import search_of
-from penstock.orchestrator.planning.probing import STEPS, best_of, first_steps, in_process, probe
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.planner.asked import search_of
+from penstock.planner.probing import STEPS, best_of, first_steps, in_process, probe
 
 pytestmark = pytest.mark.real
 
@@ -23,7 +23,7 @@ def test_a_probe_is_a_run_whose_steps_are_measured(
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     search = search_of(load_config(["recipe=gsm8k", "model.path=Qwen/Qwen2.5-0.5B"]), "1x2:h100", "100")
     words = [*small_run, "rollout.engine=hf", "rollout.num_threads=1", "trainer.num_threads=1"]
-    run = partial(in_process, command=[*warm_python, "-m", "penstock.orchestrator.cli", "run"])
+    run = partial(in_process, command=[*warm_python, "-m", "penstock.cli.main", "run"])
     plan, wrong = search.plans[0], [*words, f"model.path={tmp_path}/nowhere"]
     failed, done = probe([(plan, wrong), (plan, words)], tmp_path, 900.0, run, Console(quiet=True))
     assert failed.failure.startswith("exit code 2: model: ")

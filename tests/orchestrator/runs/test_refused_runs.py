@@ -16,7 +16,7 @@ from penstock.orchestrator import storeless
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import RunLock
-from penstock.orchestrator.serve import command as serving
+from penstock.serve import command as serving
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from penstock.cli.main import main
 from penstock.conf.errors import CheckpointError
-from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from tests.amounts import IS_MANY

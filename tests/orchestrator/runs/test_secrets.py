@@ -18,11 +18,11 @@ import yaml
 from starlette.testclient import TestClient
 
 from penstock.conf.model import FreshModelConfig
-from penstock.orchestrator.observability.ui.server.answers import QUESTIONS
-from penstock.orchestrator.observability.ui.server.app import make_app
+from penstock.ui.answers import QUESTIONS
+from penstock.ui.app import make_app
 from penstock.workers.fresh_model import build_fresh_model
-from tests.orchestrator.serve.served import served
 from tests.run_files import events_of, metrics_of
+from tests.serve.served import served
 
 pytestmark = pytest.mark.real
 
@@ -167,7 +167,7 @@ def test_a_run_uses_its_secrets_and_shows_none_also_when_it_is_resumed(
         said = ""
         for num_steps in (1, 2):
             done = subprocess.run(
-                [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words, f"trainer.max_steps={num_steps}"],
+                [*warm_python, "-m", "penstock.cli.main", "run", *words, f"trainer.max_steps={num_steps}"],
                 env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
             )  # fmt: skip
             said += done.stdout + done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.workers.processes import ProcessId
+from penstock.workers.machine.processes import ProcessId
 from tests.processes import wait_until_gone
 from tests.run_files import metrics_of
 
@@ -33,7 +33,7 @@ class Run:
     def __init__(self, words: Sequence[str], directory: Path, before: Sequence[str] = (), **options: object) -> None:
         """`before`: words before the command, such as `timeout`'s."""
         self.directory = directory / NAME
-        command = [*before, sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+        command = [*before, sys.executable, "-m", "penstock.cli.main", "run", *words]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {MARK: NAME}
         self.output = directory / "output.txt"
         with self.output.open("wb") as output:

@@ -24,7 +24,7 @@ def test_a_run_needs_neither_a_home_nor_a_short_temporary_directory(small_run: l
     strange = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR")
     environment = {name: value for name, value in os.environ.items() if name not in strange}
     environment |= {"HOME": f"{os.devnull}/home", "TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+    command = [sys.executable, "-m", "penstock.cli.main", "run", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert len(metrics_of(tmp_path / "unusual")) == 1

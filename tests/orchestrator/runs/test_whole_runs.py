@@ -169,7 +169,7 @@ def test_ctrl_c_and_sigterm_leave_no_process_and_a_valid_run_directory(small_run
     words = [*small_run, "rollout.engine=hf", "trainer.max_steps=100000", f"output_dir={tmp_path}", "name=stopped"]
     words += ["checkpoint.every_steps=100000", f"faults.preemption_s={PATIENCE_S}"]
     python = [sys.executable] if number == signal.SIGINT else warm_python
-    command = [*python, "-m", "penstock.orchestrator.cli", "run", *words]
+    command = [*python, "-m", "penstock.cli.main", "run", *words]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     file = tmp_path / "stopped" / "metrics.jsonl"

@@ -11,16 +11,19 @@ import pytest
 from penstock.store.data import durable
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("orchestrator", "workers", "store", "algorithms", "conf", "network", "metering", "recipes")
+FOLDERS = (
+    "cli", "planner", "serve", "ui", "orchestrator", "workers", "store", "algorithms", "conf", "network", "metering",
+    "recipes",
+)  # fmt: skip
 MODULE = "store/data/durable.py"
 STEPS = {"fsync", "fdatasync", "sync", "rename", "renames", "replace", "link"}
 OTHERS = {
     "orchestrator/cluster/connection.py: link": "Ray's token, which is made again",
     "orchestrator/observability/monitoring/logs.py: replace": "logs of a run",
-    "orchestrator/observability/ui/runs/remote.py: replace": "copies of what is at a URL",
+    "orchestrator/observability/runs/remote.py: replace": "copies of what is at a URL",
     "store/data/arena.py: rename": "shared memory",
     "store/data/roots.py: rename": "directories that end with their process",
-    "workers/local_files.py: replace": "files that are written again",
+    "workers/machine/local_files.py: replace": "files that are written again",
     "workers/node/file_service.py: rename": "copies that end with the run",
     "workers/weights/publication/reused_files.py: replace": "shared memory",
 }

@@ -15,7 +15,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.attempts import actor
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.attempts.worker import AttemptColumns
-from penstock.workers.processes import children
+from penstock.workers.machine.processes import children
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import Saying, tokenizer
 

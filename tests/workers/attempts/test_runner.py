@@ -7,9 +7,9 @@ import pytest
 
 from penstock.conf.errors import DeadlineExceeded, LimitReached
 from penstock.metering.meters import Meters
-from penstock.workers.contained import CodeEnded, containing
 from penstock.workers.environments.scoring import NUM_PROCESSES, Scoring
 from penstock.workers.environments.task import Task
+from penstock.workers.lifecycle.contained import CodeEnded, containing
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED, row_columns, segments_of
 from tests.metering.measured import measured

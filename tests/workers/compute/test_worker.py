@@ -18,7 +18,7 @@ from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.worker import ComputeWorker
-from penstock.workers.progress import COMPUTING, Phases
+from penstock.workers.lifecycle.progress import COMPUTING, Phases
 
 ROWS = {
     "reward": [1.0, 0.0, 3.0, 5.0],

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.network.handshake import new_token
-from penstock.workers.files import SavedFile
+from penstock.workers.machine.files import SavedFile
 from penstock.workers.node.agent import NodeAgent
 from penstock.workers.node.file_service import FileSet
 

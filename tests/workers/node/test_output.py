@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.workers.machine.processes import ProcessId
 from penstock.workers.node.output import MOST_BYTES, Output
-from penstock.workers.processes import ProcessId
 
 TALKER = "import sys\nfor line in sys.stdin:\n  exec(line)\n  sys.stdout.flush(); print('done', file=sys.__stderr__)"
 

@@ -15,7 +15,7 @@ from penstock.metering.meters import Meters
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.error_share import ErrorShare
+from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardError

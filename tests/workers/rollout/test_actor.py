@@ -8,7 +8,7 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.store.service.store import Store
-from penstock.workers.progress import ASLEEP, LOADING, SERVING, STARTING, Progress
+from penstock.workers.lifecycle.progress import ASLEEP, LOADING, SERVING, STARTING, Progress
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout import actor as rollout_actor
 from penstock.workers.rollout.actor import Rollout, RolloutSpec

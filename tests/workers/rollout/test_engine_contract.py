@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from penstock.conf.errors import PromptRefused, UnknownAdapter, WeightError
+from penstock.workers.calls.sample_calls import SampleCall
 from penstock.workers.fresh_model import BOS, EOS_ID, character_vocabulary
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout import engine_vllm
 from penstock.workers.rollout.sampling import sampling_logprobs
-from penstock.workers.sample_calls import SampleCall
 
 pytestmark = pytest.mark.real
 

@@ -16,7 +16,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, TakenOver, WorkerDied
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.epoch import Epoch
-from penstock.workers.progress import IDLE, KEEPING, PUBLISHING, UPDATING, WAITING, Phases
+from penstock.workers.lifecycle.progress import IDLE, KEEPING, PUBLISHING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.trainer.ranks import Ranks, named

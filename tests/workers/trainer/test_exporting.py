@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ModelError, WeightError
 from penstock.store.data.rows import Rows
-from penstock.workers.model_files import INDEX, model_files
+from penstock.workers.models.model_files import INDEX, model_files
 from penstock.workers.trainer.assembly import assemble_trainer
 from penstock.workers.trainer.exported_files import check_exported
 from penstock.workers.trainer.exporting import plan_files

@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import ConfigError, DataError
 from penstock.store.data.rows import Rows
+from penstock.workers.calls.training_calls import AdamParams
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.training_calls import AdamParams
 from tests.workers.trainer.conftest import ENGINES, assert_same
 
 Make = Callable[..., PolicyTrainer]

@@ -19,7 +19,7 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
+from penstock.workers.lifecycle.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import UpdateReport
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.errors import DataError, suggest
+from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
 from penstock.workers.trainer.adapters.slot import KINDS, WEIGHTS, Held, Slot
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.training_calls import AdapterSpec, AdapterState
 from penstock.workers.weights.piece import boxes
 
 

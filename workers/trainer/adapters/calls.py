@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from penstock.conf.errors import NotStarted
-from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
+from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer

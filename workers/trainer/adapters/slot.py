@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.workers.calls.training_calls import AdapterSpec
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.lora import ADAPTER, adapters
 from penstock.workers.trainer.engines.mesh import local
 from penstock.workers.trainer.engines.optimizer import MOMENTS, moments_of, set_num_steps
 from penstock.workers.trainer.models.output_layer import AdaptedOutputLayer
-from penstock.workers.training_calls import AdapterSpec
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.adapter import tensor_name
 

@@ -19,6 +19,15 @@ from torch import Tensor
 
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.workers.calls.training_calls import (
+    WHOLE,
+    AdamParams,
+    AdapterSpec,
+    AdapterState,
+    Datum,
+    ForwardOutput,
+    LossCall,
+)
 from penstock.workers.trainer.adapters.bank import AdapterBank
 from penstock.workers.trainer.adapters.slot import AdapterSlot
 from penstock.workers.trainer.adapters.whole import WholeSlot
@@ -26,7 +35,6 @@ from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.lora import ADAPTER
 from penstock.workers.trainer.models.output_layer import AdaptedOutputLayer
-from penstock.workers.training_calls import WHOLE, AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 
 
 class SlotTrainer(DatumTrainer):

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.calls.training_calls import AdapterSpec
 from penstock.workers.trainer.adapters.slot import Slot
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.mesh import local
-from penstock.workers.training_calls import AdapterSpec
 
 
 @dataclass(frozen=True)

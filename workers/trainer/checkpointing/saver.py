@@ -29,8 +29,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
-from penstock.workers.files import SavedFile, fault_of, is_url, remove, upload
-from penstock.workers.local_files import FreeSpace
+from penstock.workers.machine.files import SavedFile, fault_of, is_url, remove, upload
+from penstock.workers.machine.local_files import FreeSpace
 from penstock.workers.trainer.checkpointing.box_plans import BoxSavePlanner, values_of
 from penstock.workers.trainer.checkpointing.host_copy import HostCopy
 from penstock.workers.trainer.checkpointing.shard_files import CARRIED, INDEX, ShardWriter, file_of

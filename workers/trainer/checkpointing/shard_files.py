@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint, suggest
-from penstock.workers.direct_io import DirectReader, DirectWriter
-from penstock.workers.files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
-from penstock.workers.local_files import write_whole
+from penstock.workers.machine.direct_io import DirectReader, DirectWriter
+from penstock.workers.machine.files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
+from penstock.workers.machine.local_files import write_whole
 from penstock.workers.trainer.checkpointing.box_plans import BoxLoadPlanner, values_of
 from penstock.workers.trainer.checkpointing.shard_index import Place, index_of, metadata_of
 from penstock.workers.trainer.ranks import Ranks

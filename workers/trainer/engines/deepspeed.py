@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.calls.training_calls import AdamParams
 from penstock.workers.trainer.engines.deepspeed_runtime import (
     keep_deadline,
     load_deepspeed,
@@ -43,7 +44,6 @@ from penstock.workers.trainer.engines.optimizer import (
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
 

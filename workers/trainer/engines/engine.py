@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.calls.training_calls import AdamParams
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.piece import Piece
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
+from penstock.workers.calls.training_calls import AdamParams
 from penstock.workers.trainer.engines.devices import HOST, give_back, move_buffers, move_moments, put_buffer
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
@@ -36,7 +37,6 @@ from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.training_calls import AdamParams
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.piece import Piece
 

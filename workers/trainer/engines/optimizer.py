@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.trainer import OptimizerConfig
-from penstock.workers.training_calls import AdamParams
+from penstock.workers.calls.training_calls import AdamParams
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

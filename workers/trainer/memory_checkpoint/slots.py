@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from penstock.workers.local_files import Shortage, reserve, write_whole
+from penstock.workers.machine.local_files import Shortage, reserve, write_whole
 
 BLOCK_BYTES = 16 * 2**20
 """Largest number of bytes that one checksum is for."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError, ModelError, suggest
-from penstock.workers.context_length import longest_context
+from penstock.workers.models.context_length import longest_context
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models import pictures as eyes

@@ -15,9 +15,9 @@ import numpy as np
 from penstock.algorithms.losses.summed import CLIP_HIGH, CLIP_LOW, INPUTS, check_inputs, inputs_of
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
+from penstock.workers.calls.training_calls import Datum, LossCall
 from penstock.workers.pictures.placeholders import NO_PICTURES
 from penstock.workers.trainer.update.sequences import TARGETS
-from penstock.workers.training_calls import Datum, LossCall
 
 ABSENT = {"weights": 1.0, "clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
 """Numbers that stand for an input that a datum lacks and another has; bounds that the loss's config sets come first."""

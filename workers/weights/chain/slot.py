@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from penstock.conf.errors import WeightError
-from penstock.workers.local_files import write_whole
+from penstock.workers.machine.local_files import write_whole
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.publication.layout import ElementRange

@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.conf.errors import WeightError
-from penstock.workers.local_files import write_whole
+from penstock.workers.machine.local_files import write_whole
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.device_copies import DeviceCopies, Part
 from penstock.workers.weights.publication.layout import (

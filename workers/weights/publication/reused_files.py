@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.conf.errors import WeightError
-from penstock.workers.local_files import Shortage, Spans, reserve
+from penstock.workers.machine.local_files import Shortage, Spans, reserve
 from penstock.workers.weights.publication.room import how_to_enlarge
 
 WEIGHTS_NAME = "model.safetensors"

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.observability.charts.cards import elapsed
 from penstock.orchestrator.observability.reporting.closing import print_summary, print_unfinished
-from penstock.orchestrator.observability.ui.cards import elapsed
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 

@@ -14,12 +14,12 @@ from PIL import Image
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.observability.charts.chart import write_pngs
+from penstock.orchestrator.observability.charts.themes import charts_of
 from penstock.orchestrator.observability.reporting import embedded_pictures, report
 from penstock.orchestrator.observability.reporting.closing import cards_of, next_steps, print_summary
 from penstock.orchestrator.observability.reporting.report import SCRIPT, script, static, write_report
-from penstock.orchestrator.observability.ui.chart import write_pngs
-from penstock.orchestrator.observability.ui.runs.columns import Columns
-from penstock.orchestrator.observability.ui.themes import charts_of
+from penstock.orchestrator.observability.runs.columns import Columns
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.pictures import PictureFolder
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.calls.training_calls import AdapterState, Datum
 from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.training_calls import AdapterState, Datum
 
 MAX_RANK = 8
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, LossCall
 from penstock.workers.trainer.adapters.slot import initial_a
 from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
-from penstock.workers.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, LossCall
 from tests.workers.trainer.adapters.conftest import MAX_RANK, assert_equal, data_of
 
 Make = Callable[..., SlotTrainer]

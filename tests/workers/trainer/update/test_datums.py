@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import DataError
+from penstock.workers.calls.training_calls import Datum, LossCall
 from penstock.workers.trainer.update.datums import Limits, rows_of
-from penstock.workers.training_calls import Datum, LossCall
 
 LIMITS = Limits(None, 16, 16)
 

@@ -1,0 +1,1 @@
+"""The command line. Begin with `main.py`."""

@@ -1,1 +1,0 @@
-"""The HTTP server: the page's data, what changes, and the access to it."""

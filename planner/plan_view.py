@@ -1,0 +1,300 @@
+"""`penstock plan`: plans as people read them. The best of each class in a table, why the others lost, what would be
+better still, the command that runs the winner, and what probes have measured."""
+
+import shlex
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.conf.errors import ConfigError, PenstockError, ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
+from penstock.orchestrator.configuration.memory.run_memory import GIB
+from penstock.orchestrator.configuration.overrides import CHOICES, parse
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.planner.asked import (
+    hours_of,
+    nodes_here,
+    not_counted,
+    overrides_of,
+    search_of,
+    write_overrides,
+)
+from penstock.planner.calibration import calibrated, looked_up, read_pilot
+from penstock.planner.costs.decoding import Engine, told_kernels
+from penstock.planner.played import best_classes
+from penstock.planner.probing import Probe, asked_probes, best_of, in_process, probe, table_of_probes
+from penstock.planner.search import LEAST_GAIN, Plan, Search, another_class, cheapest, plan_of, trimmed
+from penstock.planner.simulation import machine
+from penstock.planner.steady import Estimate
+
+MOST_ROWS = 8
+WIDTH = 110
+"""Columns of the output at least."""
+LIMITS = {
+    "generation": "engines decide",
+    "training": "ranks decide",
+    "weights": "the weight sync decides",
+    "stages": "rewards or scorers decide",
+    "staleness": "the bound on staleness decides",
+    "turns": "one after the other",
+}
+
+
+def run(config: RunConfig, asked: Namespace, console: Console) -> None:
+    """Plan what the command line asks for, say it, and write the best plan's keys where they are wanted. Raises
+    `ConfigError`, `ResourceError` and `ProbesFailed`."""
+    number, deadline_s = asked_probes(asked.probe) if asked.probe else (0, None)
+    if number and asked.cluster is not None:
+        raise ConfigError(
+            f"--probe {asked.probe} runs plans on the cluster at RAY_ADDRESS or on this machine, and --cluster "
+            f"{asked.cluster} describes another. Leave one of them out."
+        )
+    nodes = () if asked.cluster else nodes_here()
+    pilot = read_pilot(asked.pilot) if asked.pilot else None
+    if pilot is not None and not (pilot.has_gpus or nodes or asked.cluster or asked.within or number):
+        chosen = machine.show(machine.Machine.here(pilot, config), console, asked.overrides)
+        if asked.write:
+            write_overrides(Path(asked.write), chosen)
+        return
+    search = search_of(config, asked.cluster, asked.lengths, nodes)
+    if pilot is not None:
+        search = calibrated(search, pilot)
+    if asked.within:
+        search = cheapest(search, hours_of(asked.within))
+    classes = best_classes(search)
+    chosen = show(search, classes, console, asked.overrides)
+    if number:
+        place = Path("probes").absolute() / f"{config.recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
+        words = [[*asked.overrides, *overrides_of(search, plan.candidate.keys)] for plan in classes[:number]]
+        probes = probe(list(zip(classes[:number], words, strict=True)), place, deadline_s, in_process, console)
+        chosen = show_probes(probes, console)
+    if asked.write:
+        write_overrides(Path(asked.write), chosen)
+
+
+def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
+    """Words of a run, with those of the best plan for the GPUs that are there, which are told: where the run is for
+    GPUs, has `plan=auto`, and there are GPUs. Words that are given stay. Raises `ResourceError` where nothing fits."""
+    config = load_config(overrides)
+    try:
+        nodes = nodes_here() if is_planned(config) else ()
+    except ResourceError:  # a cluster that does not answer, which the checks of a run say
+        return list(overrides)
+    if not any(node.gpus for node in nodes):
+        return list(overrides)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    given = frozenset(word.key for word in parse(overrides))
+    try:
+        search = replace(search_of(config, None, None, nodes), given=given | {"max_staleness"})
+    except (ConfigError, ResourceError) as error:  # an unknown model or GPU
+        say(f"plan: as the keys say. {error}")
+        return list(overrides)
+    if not search.candidates:
+        say(f"plan: as the keys say; no split of {_cluster(search)} has {', '.join(sorted(given - {*CHOICES}))}")
+        return list(overrides)
+    try:
+        whole = plan_of(search)
+    except ResourceError as error:  # with these keys; what they ask for is checked as without a plan
+        if not given & dict(search.candidates[0].keys).keys():
+            raise
+        say(f"plan: as the keys say. {error}")
+        return list(overrides)
+    best = trimmed(search, whole)
+    keys = overrides_of(search, best.candidate.keys)
+    more = _free(search, whole, best) + _changed(config, best)
+    say(f"plan for {_cluster(search)}: {described(best)}, about {why(best)}{more} ({shlex.join(keys)})")
+    return [*overrides, *keys]
+
+
+def _free(search: Search, whole: Plan, best: Plan) -> str:
+    """GPUs that stay free, and why. `whole`: the plan that `best` is, with all engines that there is room for."""
+    if not (free := sum(nodes.num_gpus for nodes in search.cluster) - best.candidate.num_gpus):
+        return ""
+    reason = "too few for another engine or rank of this split"
+    if best is not whole:
+        reason = f"another engine would gain less than {LEAST_GAIN:.0%}"
+    return f"; {free} GPUs stay free: {reason}"
+
+
+def _changed(config: RunConfig, plan: Plan) -> str:
+    """Keys of a plan that have other values in the run which `resume=auto` continues."""
+    if config.resume != "auto" or config.name is None:
+        return ""
+    try:
+        before = RunDirectory.open(Path(config.output_dir) / config.name).read_config()
+    except (OSError, PenstockError):  # a new run, or one at a URL
+        return ""
+    changed = [key for key, value in plan.candidate.keys if looked_up(before, key) != value]
+    return f"; the run had another split before: {', '.join(changed)} differ" * bool(changed)
+
+
+def is_planned(config: RunConfig) -> bool:
+    """True for a run whose engines and ranks have GPUs, with no other models on them than scorers."""
+    if config.plan != "auto" or not (config.rollout.num_gpus_per_worker and config.trainer.num_gpus_per_rank):
+        return False
+    flow = dataflow_of(config)
+    roles = {actor.role for actor in plan_actors(flow, config) if actor.num_gpus}
+    return {"rollout", "trainer"} <= roles <= {"rollout", "trainer", "scorer"} and config.rollout.engine == "vllm"
+
+
+def wide_console() -> Console:
+    """A console in which no line of the table is cut, whatever the output is."""
+    console = Console()
+    return console if console.width >= WIDTH else Console(width=WIDTH)
+
+
+def show(search: Search, classes: Sequence[Plan], console: Console, overrides: Sequence[str]) -> list[str]:
+    """Print all of it. `classes`: the best plan of each, fastest first. `overrides`: those that the command was given.
+    Returns all of the best plan's."""
+    best, most, lengths = classes[0], MOST_ROWS, search.lengths
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(
+        f"{len(search.plans)} plans fit {_cluster(search)}, {len(search.refused)} do not. Responses of "
+        f"{lengths.mean:,.0f} tokens in the mean, {lengths.quantiles[-1]:,} at most; prompts of {lengths.prompt:,}."
+    )
+    console.print(table_of(classes[:most]))
+    console.print(
+        "* of 1,000 steps  ** of engines and of ranks, % of a step  GiB: of a GPU, and of the host of a node",
+        style="dim",
+        highlight=False,
+    )
+    say(f"\nThe best is {described(best)}: {why(best)}. {_microbatches(best)}")
+    for plan in classes[1:most]:
+        say(f"  {described(plan)}: {lost(best, plan)}.")
+    if refused := _refused(search):
+        say(f"  {refused}")
+    for what, plan in another_class(search):
+        gain = plan_of(search).step_s / plan.step_s
+        say(f"With {what} a step would take about {best.step_s / gain:.1f} s ({gain:.2f}x).")
+    say(f"\n{told_kernels(engine for plan in classes for engine in _engine_models(search, plan))}")
+    say(
+        "The first plans were played by the simulator. Other seconds come from rates on paper and usual shares of "
+        "them: ratios are truer (docs/planning.md)."
+    )
+    if keys := not_counted(search.base):
+        say(f"Not counted: {', '.join(keys)}. Their seconds are not in the cost model; --probe measures them.")
+    chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
+    say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
+    return chosen
+
+
+def show_probes(probes: Sequence[Probe], console: Console) -> list[str]:
+    """Print predicted beside measured seconds, and the fastest. Returns all of its overrides."""
+    best = best_of(probes)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    console.print(table_of_probes(probes, described))
+    for one in probes:
+        if one.failure:
+            say(f"  {described(one.plan)}: {one.failure}")
+    say(f"\nOf those that were tried the best is {described(best.plan)}: {best.step_s:.1f} s a step.")
+    say(f"\n{shlex.join(['penstock', 'run', *best.overrides])}")
+    return list(best.overrides)
+
+
+def table_of(plans: Sequence[Plan]) -> Table:
+    """A table of plans, one line each."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("way", "engines", "ranks"):
+        table.add_column(column, no_wrap=True)
+    for column in ("s/step", "tok/s", "GPU-h*", "GiB", "host", "idle**"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for plan in plans:
+        peaks, found = plan.memory.peaks(), plan.found
+        table.add_row(
+            _way(plan), _engines(plan), _ranks(plan), f"{plan.step_s:.1f}",
+            f"{found.tokens_per_s:,.0f}", f"{plan.gpu_hours:,.0f}", f"{max(peaks.values()) / GIB:.0f}",
+            f"{wanted_bytes(plan.host) / GIB:,.0f}",
+            f"{100 * found.engines_idle:.0f} {100 * found.ranks_idle:.0f}",
+        )  # fmt: skip
+    return table
+
+
+def described(plan: Plan) -> str:
+    """A plan in a few words."""
+    return f"{_way(plan)}, engines {_engines(plan)}, ranks {_ranks(plan)}"
+
+
+def why(plan: Plan) -> str:
+    """What a step of the plan consists of, and what decides."""
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in _parts(plan.found).items() if seconds >= 0.05]
+    return f"{plan.step_s:.1f} s a step ({', '.join(parts)}); {LIMITS[plan.found.limit]}"
+
+
+def lost(best: Plan, plan: Plan) -> str:
+    """Why a plan is slower than the best, in one line."""
+    if plan.step_s <= best.step_s:
+        return f"{plan.step_s / best.step_s:.2f}x the time: less of a gain than the cost model can tell"
+    found, of_best = _parts(plan.found), _parts(best.found)
+    if plan.found.limit == "turns" and best.found.limit != "turns":
+        idle = f"{plan.found.engines_idle:.0%} of each step and ranks {plan.found.ranks_idle:.0%}"
+        what = f"engines are idle {idle}"
+    else:
+        name = max(found, key=lambda part: found[part] - of_best[part])
+        what = f"{name} {found[name]:.1f} s, not {of_best[name]:.1f}"
+    return f"{plan.step_s / best.step_s:.2f}x the time: {what}; {LIMITS[plan.found.limit]}"
+
+
+def _parts(found: Estimate) -> dict[str, float]:
+    """Seconds of a step, by what takes them."""
+    return {
+        "generation": found.rollout_s, "update": found.update_s, "rewards and scorers": found.others_s,
+        "weights": found.sync_s, "turns": found.turns_s,
+    }  # fmt: skip
+
+
+def _engine_models(search: Search, plan: Plan) -> list[Engine]:
+    """The cost model of a plan's engines, of each kind."""
+    ranks = plan.candidate.ranks
+    return [search.durations(plan.memory, kind, ranks).engine for kind, _ in plan.candidate.engines]
+
+
+def _refused(search: Search) -> str:
+    """What most of the ways that do not fit lack."""
+    if not search.refused:
+        return ""
+    first = min(search.refused, key=lambda refusal: refusal.candidate.num_gpus)
+    return f"Of those that do not fit, the smallest: {first.reason.partition('`penstock')[0].strip()}"
+
+
+def _engines(plan: Plan) -> str:
+    parts = plan.config.rollout.tensor_parallel_size
+    counts = [count for _, count in plan.candidate.engines]
+    return "+".join(map(str, counts)) + (f" TP{parts}" if parts > 1 else "")
+
+
+def _ranks(plan: Plan) -> str:
+    trainer = plan.config.trainer
+    parts = [str(trainer.num_ranks)]
+    parts += [f"by {trainer.shard_size}"] * bool(trainer.shard_size)
+    parts += [f"TP{trainer.tensor_parallel_size}"] * (trainer.tensor_parallel_size > 1)
+    parts += [f"SP{trainer.sequence_parallel_size}"] * (trainer.sequence_parallel_size > 1)
+    parts += ["offload"] * trainer.offload
+    several = len(plan.candidate.engines) > 1
+    return " ".join(parts) + (f" on {plan.candidate.ranks.name}" if several else "")
+
+
+def _microbatches(plan: Plan) -> str:
+    trainer = plan.config.trainer
+    kept = "recomputed" if trainer.recomputes_layers else "kept"
+    return f"Micro-batches of {trainer.microbatch_tokens:,} tokens, activations {kept}."
+
+
+def _way(plan: Plan) -> str:
+    staleness = plan.config.max_staleness
+    if plan.config.placement == "colocated":
+        return "colocated"
+    return f"apart, {staleness} off" if staleness else "apart, in turns"
+
+
+def _cluster(search: Search) -> str:
+    return ", ".join(str(nodes) for nodes in search.cluster)

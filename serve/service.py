@@ -1,0 +1,271 @@
+"""The server without HTTP: what requests of clients come to, on a backend and a run directory.
+
+endpoints ─▶ Service ─▶ Sessions          who there is
+                     ─▶ TrainingClient    requests of an adapter ─▶ Ranks
+                     ─▶ Samples           requests for samples ─▶ SamplingQueue
+
+DIRECTORY/sessions.journal, clients/ID/, samples/SESSION/, checkpoints/
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from penstock.conf.errors import PenstockError
+from penstock.conf.serve import ServeConfig
+from penstock.serve.backend import Backend
+from penstock.serve.checkpoints import Address, Checkpoints, NoCheckpoint
+from penstock.serve.journal import JournalDamaged, JournalError
+from penstock.serve.ranks import Ranks, TrainingWork
+from penstock.serve.request_log import Asked, Entry
+from penstock.serve.samples import Samples, number_of
+from penstock.serve.schedule import Schedule
+from penstock.serve.sessions import Busy, NotFound, Sampler, Session, Sessions
+from penstock.serve.tenants import Tenants
+from penstock.serve.training_client import ClientFacts, TrainingClient
+from penstock.workers.lifecycle.concurrent_tasks import cancel_all
+
+_LOG = logging.getLogger("penstock")
+SILENT_S = 60.0
+"""Seconds without a heartbeat after which a client of a whole model makes place for another; the SDK sends one every 10
+s."""
+
+
+class Refused(PenstockError):
+    """Something that is not done for this tenant."""
+
+
+class Service:
+    """Lifecycle: `open` on what the directory has; endpoints call the rest; `close`."""
+
+    def __init__(self, config: ServeConfig, backend: Backend, directory: Path, tenants: Tenants) -> None:
+        self.config, self.backend, self.directory, self.tenants = config, backend, directory, tenants
+        self.checkpoints = Checkpoints(directory / "checkpoints")
+        self.sessions = Sessions(directory, time.time(), config.keep_sessions)
+        self.clients: dict[str, TrainingClient] = {}
+        self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
+        work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions, tenants)
+        schedule = Schedule(tenants.shares, tenants.budgets)
+        self.ranks = Ranks(backend, self.clients, schedule, config, tenants, work, self._note_training)
+        self._damaged: set[str] = set()
+        """Training clients whose files cannot be read."""
+        self._making = asyncio.Lock()
+        self.is_ending = asyncio.Event()
+        self.loops: list[asyncio.Task[None]] = []
+        """Background tasks, training first. The server ends when one of them ends by itself."""
+
+    async def open(self) -> None:
+        """Go on where the directory's last server ended."""
+        await self.samples.drop_saves()
+        for model_id in sorted(self.sessions.open_clients):
+            try:
+                self._open_client(self.sessions.facts[model_id])
+            except JournalDamaged as error:
+                _LOG.error("%s", error)
+                self._damaged.add(model_id)
+        for session in self.sessions.sessions.values():
+            with contextlib.suppress(JournalDamaged):  # its requests hear of it
+                self.samples.resume(session)
+        loops = {"training": self.ranks.run(), "sampling": self.samples.queue.run()}
+        loops |= {"engines": self.backend.run(), "tidying": self._watch()}
+        self.loops = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+
+    @property
+    def trouble(self) -> str:
+        """Reason why the server carries out nothing; empty if it does."""
+        ended = [loop for loop in self.loops if loop.done() and not loop.cancelled()]
+        faults = [f"{loop.get_name()} ended by a fault ({error})" for loop in ended if (error := loop.exception())]
+        if faults:
+            return f"{' and '.join(faults)}, and the server ends."
+        return "the server is ending." if self.is_ending.is_set() else ""
+
+    async def close(self) -> None:
+        """End within `serve.drain_s`: requests under way are finished, what is left is in the journals."""
+        self.is_ending.set()
+        self.ranks.drain()
+        await asyncio.gather(
+            self.samples.queue.close(self.config.drain_s), asyncio.wait(self.loops[:1], timeout=self.config.drain_s)
+        )
+        if not self.loops[0].done():
+            _LOG.warning("Not all adapters were written within serve.drain_s: the others are made of the journals.")
+        await cancel_all(self.loops)
+        for client in list(self.clients.values()):
+            await client.close()
+        await self.samples.close()
+        await self.sessions.close()
+
+    def client(self, tenant: str, model_id: str) -> TrainingClient:
+        facts = self.sessions.run(tenant, model_id)
+        client = self.clients.get(facts.model_id)
+        if client is None and facts.model_id in self._damaged & self.sessions.open_clients:
+            client = self._open_client(facts)
+        if client is None:
+            raise NotFound(f"training client {model_id} is over: make a new one, from a checkpoint.")
+        return client
+
+    async def create_client(self, facts: ClientFacts) -> TrainingClient:
+        """Make a training client, unless it was made before. Raises `Refused` beyond the tenant's bound."""
+        async with self._making:
+            known = self.clients.get(facts.model_id)
+            if known is not None:
+                return known
+            bound = self.tenants.configs[facts.tenant].max_adapters
+            num_open = sum(self.sessions.facts[one].tenant == facts.tenant for one in self.sessions.open_clients)
+            if num_open >= bound:
+                raise Refused(f"{num_open} training clients are open, and this key has {bound} (max_adapters). Finish "
+                              "a session first: `with ServiceClient() as client`.")  # fmt: skip
+            if self.backend.facts.is_whole:
+                self._refuse_second(facts)
+            await self.sessions.add_client(facts)
+            return self._open_client(facts)
+
+    def _refuse_second(self, facts: ClientFacts) -> None:
+        """Raise `Refused` while another client trains all weights. One whose session has fallen silent has left: its
+        weights rest on the disk, and come back with its next request."""
+        silent = time.time() - SILENT_S
+        there = {client.facts.session_id for client in self.clients.values()}
+        if any(self.sessions.sessions[one].last_seen > silent for one in there):
+            raise Refused(
+                "serve.full: one client trains all weights at a time, and another one is there. End its session "
+                f"(`with ServiceClient() as client`), or wait {SILENT_S:g} s after its last sign of life."
+            )
+
+    async def accept(self, client: TrainingClient, asked: Asked) -> Entry:
+        """Take a request of a training client. Raises `Busy`, and `JournalError` while the server ends."""
+        self._refuse_at_end()
+        self._touch(client.facts.session_id)
+        if asked.seq not in client.log.entries and asked.seq != client.next_seq:  # the others wait for the next one
+            self._refuse_crowd(client.facts.tenant, len(asked.body))
+        entry = await client.accept(asked)
+        self.ranks.wake()
+        return entry
+
+    async def take_sample(self, sampler: Sampler, asked: Asked) -> Entry:
+        """Take a request of a sampling session. Raises `Busy`, and `JournalError` while the server ends."""
+        self._refuse_at_end()
+        self._touch(sampler.session_id)
+        session = self.sessions.sessions[sampler.session_id]
+        log = self.samples.log_of(session)
+        if log is None or number_of(sampler, asked.seq) not in log.entries:
+            self._refuse_crowd(session.tenant, len(asked.body))
+        return await self.samples.take(sampler, asked)
+
+    def _refuse_crowd(self, tenant: str, num_bytes: int) -> None:
+        """Raise `Busy` for one more request of a tenant that has as much waiting as it may."""
+        (num, size), bounds = self.waiting(tenant), self.tenants.configs[tenant]
+        if num and (num >= bounds.max_waiting or size + num_bytes > bounds.max_waiting_mib * 2**20):
+            raise Busy(f"{num} requests of this key wait or are under way, and it has {bounds.max_waiting} of "
+                       f"{bounds.max_waiting_mib} MiB (max_waiting, max_waiting_mib). Send it again.")  # fmt: skip
+
+    def waiting(self, tenant: str) -> tuple[int, int]:
+        """Number of a tenant's requests without a result, and the bytes of their bodies."""
+        logs = [client.log for client in self.clients.values() if client.facts.tenant == tenant]
+        logs += [log for name, log in self.samples.logs.items() if self.sessions.sessions[name].tenant == tenant]
+        return sum(len(log.waiting) for log in logs), sum(sum(log.waiting.values()) for log in logs)
+
+    async def unload(self, client: TrainingClient) -> None:
+        """End a training client, after the requests that have come. Raises `Refused` if they take too long."""
+        try:
+            async with asyncio.timeout(self.config.gap_s):
+                while (entry := client.next) is not None:
+                    await entry.is_done.wait()
+        except TimeoutError:
+            raise Refused(
+                f"{client.facts.model_id} still has {client.num_waiting} requests: unload it later."
+            ) from None
+        await self._drop_client(client.facts.model_id)
+
+    async def finish(self, session: Session) -> None:
+        """End a session: its training clients, and its unnamed weights."""
+        for model_id in session.clients:
+            if model_id in self.clients:
+                await self._drop_client(model_id)
+        await self.samples.rest(session)
+        paths = {sampler.path for sampler in session.samplers.values() if sampler.save}
+        await self.sessions.finish(session)
+        await self.samples.finish(session)
+        for path in paths:
+            await self.samples.drop_saves(Address.parse(path))
+
+    def waits_for(self, client: TrainingClient, entry: Entry | None) -> str:
+        """What a training client's request waits for, as half a sentence."""
+        if self.trouble:
+            return self.trouble
+        if client.trouble:
+            return f"the disk: {client.trouble}"
+        if client.gap is not None:
+            since = time.monotonic() - client.gap_since if client.gap_since is not None else 0.0
+            return f"request {client.gap} has not come; given up in {max(0.0, self.config.gap_s - since):.0f} s"
+        if self.ranks.current == client.facts.model_id:
+            return f"request {client.next_seq} is being carried out"
+        before = entry.seq - client.next_seq if entry is not None else 0
+        others = sum(one.next is not None for one in self.clients.values()) - 1
+        return f"{before} requests before it, and {max(0, others)} other adapters that wait"
+
+    def _refuse_at_end(self) -> None:
+        if self.trouble:
+            raise JournalError(f"{self.trouble} It takes no more requests: send this one again to the next server.")
+
+    def _open_client(self, facts: ClientFacts) -> TrainingClient:
+        directory = self.directory / "clients" / facts.model_id.replace(":", "_")
+        client = TrainingClient(facts, directory, self.config.keep_results, self.backend.facts.max_rank)
+        self.clients[facts.model_id] = client
+        return client
+
+    async def _drop_client(self, model_id: str) -> None:
+        client = self.clients.pop(model_id)
+        await self.sessions.drop_client(model_id)
+        await self.ranks.drop(client)
+        await client.close()
+        await asyncio.to_thread(shutil.rmtree, client.log.directory, ignore_errors=True)
+
+    async def _watch(self) -> None:
+        period = max(0.05, min(10.0, self.config.session_timeout_s / 4))
+        while True:
+            await asyncio.sleep(period)
+            try:
+                await self.tidy()
+            except (PenstockError, OSError) as error:
+                _LOG.warning("%s", error)
+
+    async def tidy(self) -> None:
+        """Bring the adapters of sessions without a heartbeat to the disk, delete their unnamed weights, and checkpoints
+        whose time is over."""
+        for address in await asyncio.to_thread(self.checkpoints.expired):
+            with contextlib.suppress(NoCheckpoint):  # its client was faster
+                await self.delete_checkpoint(address)
+        oldest = time.time() - self.config.session_timeout_s
+        for session in list(self.sessions.sessions.values()):
+            was_resting, session.is_resting = session.is_resting, session.last_seen < oldest
+            if session.is_resting and not session.is_over:
+                if not was_resting or session.id in self.samples.logs:
+                    await self.samples.rest(session)
+                for client in [self.clients[one] for one in session.clients if one in self.clients]:
+                    if client.is_resident and client.next is None:
+                        self.ranks.rest(client)
+            await self.sessions.forget_gone(session, self.config.keep_results)
+        for session in self.sessions.surplus(time.time() - SILENT_S):
+            await self.finish(session)
+            kept = [run for run in session.clients if await asyncio.to_thread(self.checkpoints.of_run, run)]
+            await self.sessions.forget(session, kept)
+        await self.sessions.make_small()
+
+    async def delete_checkpoint(self, address: Address) -> None:
+        """Delete a checkpoint here and on the engines. Raises `NoCheckpoint`."""
+        await self.samples.publications.drop(await asyncio.to_thread(self.checkpoints.delete, address))
+        await self.samples.drop_saves(address)
+
+    def _touch(self, session_id: str) -> None:
+        """Note that a session is alive."""
+        self.sessions.sessions[session_id].last_seen = time.time()
+
+    def _note_training(self, client: TrainingClient, entry: Entry, seconds: float) -> None:
+        tokens = entry.tokens if entry.kind.startswith("forward") else 0
+        self.tenants.note(client.facts.tenant, entry, seconds, tokens)
+
+
+def client_id(session_id: str, number: int) -> str:
+    return f"{session_id}:train:{number}"

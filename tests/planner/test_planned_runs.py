@@ -1,0 +1,218 @@
+"""Runs on GPUs are split for those that are there, without being asked: placement and memory, and nothing that was
+given."""
+
+import io
+import itertools
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.cli.main import main
+from penstock.conf.errors import ConfigError, ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.cluster.placement.assignment import assign
+from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.configuration import sweep, validate
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.known import ACCELERATOR
+from penstock.orchestrator.configuration.sweep_points import points_of
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.planner import asked
+from penstock.planner.plan_view import with_plan
+from tests.amounts import amount
+
+GSM8K = ("recipe=gsm8k",)
+CPUS_PER_GPU = 12
+Machines = Callable[..., list[Node]]
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
+    """The machines that a run finds."""
+
+    def there(count: int, gpus: int, label: str = "H100") -> list[Node]:
+        labels = {ACCELERATOR: label} if gpus else {}
+        found = [
+            Node(str(at), f"n{at}", f"10.0.0.{at}", CPUS_PER_GPU * max(1, gpus), gpus, labels) for at in range(count)
+        ]
+        monkeypatch.setattr(asked, "look", lambda: found)
+        return found
+
+    return there
+
+
+def planned(*words: str) -> tuple[list[str], str]:
+    """The words of a run's plan, those it was given left out, and what was said."""
+    said = io.StringIO()
+    found = with_plan(words, Console(file=said, width=500))
+    assert found[: len(words)] == list(words)
+    return found[len(words) :], said.getvalue()
+
+
+def test_one_gpu_is_shared_and_eight_are_used(machines: Machines) -> None:
+    machines(1, 1)
+    words, said = planned(*GSM8K)
+    config = load_config([*GSM8K, *words])
+    assert (config.placement, config.trainer.num_ranks, config.rollout.num_workers) == ("colocated", 1, 1)
+    assert said.startswith("plan for 1x1:h100: colocated, engines 1, ranks 1, about ")
+    assert said.count("\n") == 1
+    assert planned(*GSM8K, *words) == ([], ""), "a plan's words are planned no more"
+    assign(plan_actors(dataflow_of(config), config), machines(1, 1), config)
+    nodes = machines(1, 8)
+    words, said = planned(*GSM8K)
+    config = load_config([*GSM8K, *words])
+    actors = plan_actors(dataflow_of(config), config)
+    assert sum(actor.num_gpus for actor in actors) == 8
+    assign(actors, nodes, config)
+
+
+@pytest.mark.parametrize("words", [
+    ("recipe=gsm8k", "model=tiny"), ("recipe=gsm8k", "plan=never"), ("recipe=arithmetic",),
+    ("recipe=gsm8k", "trainer.num_gpus_per_rank=0", "rollout.num_gpus_per_worker=0"),
+])  # fmt: skip
+def test_a_run_on_cpus_or_that_is_to_stay_as_it_is_is_not_planned(words: tuple[str, ...], machines: Machines) -> None:
+    machines(1, 8)
+    assert planned(*words) == ([], "")
+
+
+def test_a_cluster_that_does_not_answer_is_left_to_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> None:
+        raise ResourceError("RAY_ADDRESS=there: the cluster did not answer")
+
+    monkeypatch.setattr(asked, "look", silent)
+    assert planned(*GSM8K) == ([], "")
+
+
+def test_without_gpus_nothing_is_planned(machines: Machines) -> None:
+    machines(1, 0)
+    assert planned(*GSM8K) == ([], "")
+    with pytest.raises(ConfigError, match="plan"):
+        load_config([*GSM8K, "plan=maybe"])
+
+
+@pytest.mark.parametrize("given", [
+    ("trainer.num_ranks=2",), ("rollout.num_workers=2",), ("trainer.offload=false",),
+    ("rollout.tensor_parallel_size=2", "trainer.num_ranks=4"), ("rollout.enforce_eager=true",),
+    ("max_staleness=1",),
+    ("trainer.max_tokens_per_microbatch=2048", "trainer.num_ranks=2", "trainer.sequence_parallel_size=2"),
+])  # fmt: skip
+def test_keys_that_are_given_stay(given: tuple[str, ...], machines: Machines) -> None:
+    machines(1, 8)
+    words, said = planned(*GSM8K, *given)
+    assert words, said
+    keys = {word.partition("=")[0] for word in given}
+    assert not keys & {word.partition("=")[0] for word in words}
+    before, after = load_config([*GSM8K, *given]), load_config([*GSM8K, *given, *words])
+    assert after.max_staleness == before.max_staleness
+    assert (after.algorithm, after.data, after.trainer.optimizer) == (
+        before.algorithm,
+        before.data,
+        before.trainer.optimizer,
+    )
+
+
+def test_a_split_that_no_plan_has_is_run_as_the_keys_say(machines: Machines) -> None:
+    machines(1, 8)
+    words, said = planned(*GSM8K, "rollout.num_workers=99")
+    assert words == []
+    assert said.startswith("plan: as the keys say; no split of 1x8:h100 has rollout.num_workers")
+
+
+def test_keys_that_fit_nothing_are_left_to_the_checks_of_a_run(machines: Machines) -> None:
+    machines(1, 1, "L4")
+    large = (*GSM8K, "model.path=Qwen/Qwen2.5-14B")
+    with pytest.raises(ResourceError, match="Nothing fits 1x1:l4"):
+        planned(*large)
+    words, said = planned(*large, "trainer.offload=true")
+    assert words == []
+    assert said.startswith("plan: as the keys say. Nothing fits 1x1:l4.")
+
+
+def test_a_gpu_of_unknown_kind_has_its_own_memory_and_the_speed_of_the_nearest(machines: Machines) -> None:
+    machines(1, 2, "G")
+    words, said = planned(*GSM8K, "cluster.gpu_memory_gib=22")
+    assert "plan for 1x2:G as fast as a10g:" in said
+    assert load_config([*GSM8K, "cluster.gpu_memory_gib=22", *words]).cluster.gpu_memory_gib == 22
+    words, said = planned(*GSM8K)
+    assert words == []
+    assert "plan: as the keys say. A node has GPUs that are not known here" in said
+
+
+def test_a_small_model_leaves_gpus_free_that_gain_nothing(machines: Machines) -> None:
+    machines(1, 8)
+    small = ("recipe=gsm8k", "model=qwen2.5-0.5b", "trainer.groups_per_step=1", "max_staleness=1")
+    words, said = planned(*small)
+    config = load_config([*small, *words])
+    used = sum(actor.num_gpus for actor in plan_actors(dataflow_of(config), config))
+    assert f"; {8 - used:g} GPUs stay free: another engine would gain less than 1% (" in said
+    assert used < 8
+
+
+def test_a_run_that_resumes_on_other_gpus_is_planned_anew_and_says_so(machines: Machines, tmp_path: Path) -> None:
+    machines(1, 8)
+    named = (*GSM8K, "name=mine", f"output_dir={tmp_path}", "resume=auto")
+    words, said = planned(*named)
+    assert "before" not in said
+    RunDirectory.create(load_config([*named, *words])).close()
+    again, said = planned(*named)
+    assert again == words
+    assert "before" not in said
+    machines(1, 1)
+    words, said = planned(*named)
+    assert load_config([*named, *words]).trainer.num_ranks == 1
+    assert re.search(r"; the run had another split before: .*trainer\.num_ranks.* differ", said)
+
+
+def test_validate_and_sweeps_plan_as_a_run_does(
+    machines: Machines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines(1, 8)
+    checked = list[RunConfig]()
+
+    def check(config: RunConfig, console: Console) -> int:
+        checked.append(config)
+        return 0
+
+    monkeypatch.setattr(validate, "validate_run", check)
+    assert main(["validate", *GSM8K]) == 0
+    assert "plan for 1x8:h100: " in capsys.readouterr().out
+    (config,) = checked
+    assert sum(actor.num_gpus for actor in plan_actors(dataflow_of(config), config)) == 8
+    monkeypatch.setattr(sweep, "cluster_address", lambda: None)
+    monkeypatch.setattr(sweep, "count_local_gpus", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(96))
+    points = points_of([*GSM8K, "seed=1,2"])
+    assert sweep.jobs_for(points) == 4
+    assert sweep.jobs_for(points, lambda words: [*words, *planned(*words)[0]]) == 1
+
+
+KINDS = {24: "L4", 40: "A100-40G", 80: "A100", 141: "H200"}
+MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen3-30B-A3B")
+CASES = list(itertools.product(
+    ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (8, 8)), KINDS, MODELS, (0, 32), (0.0, 0.01),
+))  # fmt: skip
+random.Random(0).shuffle(CASES)
+
+
+@pytest.mark.parametrize(("cluster", "gib", "model", "lora", "kl"), CASES[: amount(400, 480)])
+def test_a_run_starts_or_says_what_would_fit(
+    cluster: tuple[int, int], gib: int, model: str, lora: int, kl: float, machines: Machines
+) -> None:
+    words = (*GSM8K, f"model.path={model}", f"trainer.lora.rank={lora}", f"algorithm.kl_coef={kl}")
+    nodes = machines(*cluster, KINDS[gib])
+    try:
+        keys, said = planned(*words)
+    except ResourceError as error:
+        assert "One of these would: " in str(error)  # noqa: PT017
+        return
+    config = load_config([*words, *keys])
+    actors = plan_actors(dataflow_of(config), config)
+    assign(actors, nodes, config)
+    free = cluster[0] * cluster[1] - sum(actor.num_gpus for actor in actors)
+    assert (f"; {free:g} GPUs stay free" in said) == (free >= 1)

@@ -1,0 +1,230 @@
+"""The search finds plans that fit and can be run, and more of a resource never makes the best of them slower."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.cli.main import main
+from penstock.conf.errors import ConfigError, ResourceError
+from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.configuration import prerequisites
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
+from penstock.orchestrator.configuration.prerequisites import check_packages
+from penstock.orchestrator.configuration.validate import checks
+from penstock.planner.asked import hours_of, kinds_of, lengths_of, not_counted, overrides_of, search_of
+from penstock.planner.candidates import with_keys
+from penstock.planner.search import Search, another_class, cheapest, plan_of, what_would_fit
+
+WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
+         "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=32")  # fmt: skip
+
+
+@cache
+def searched(cluster: str, *words: str) -> Search:
+    return search_of(load_config([*WORDS, *words]), cluster, "1000")
+
+
+def test_plans_fit_and_are_sorted_by_seconds() -> None:
+    search = searched("2x8:h100")
+    assert search.plans
+    assert [plan.step_s for plan in search.plans] == sorted(plan.step_s for plan in search.plans)
+    for plan in search.plans:
+        plan.memory.check()
+        assert plan.candidate.num_gpus <= 16
+        assert max(plan.memory.peaks().values()) <= 79.1 * 2**30
+
+
+@pytest.mark.parametrize("more", ["2x8:h200", "3x8:h100", "2x8:h100,1x8:h100"])
+def test_more_of_a_resource_never_makes_the_best_plan_slower(more: str) -> None:
+    assert searched(more).plans[0].step_s <= searched("2x8:h100").plans[0].step_s * 1.001
+
+
+def test_a_step_more_of_staleness_never_makes_the_best_plan_slower() -> None:
+    seconds = [searched("2x8:h100", f"max_staleness={number}").plans[0].step_s for number in range(3)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[1] < seconds[0] * 0.8, "what takes turns is idle half of the time"
+
+
+def test_a_plan_that_is_said_is_the_run_that_is_loaded() -> None:
+    """Its keys on a command line give the configuration that was estimated."""
+    for cluster in ("2x8:h100", "1x8:h100,2x8:l40s"):
+        search = searched(cluster, "max_staleness=1")
+        for plan in search.best()[:4]:
+            keys = overrides_of(search, plan.candidate.keys)
+            loaded = load_config([*WORDS, "max_staleness=1", *keys])
+            assert loaded == plan.candidate.config(search.base)
+
+
+def test_plans_offload_only_where_weights_do_not_fit_otherwise() -> None:
+    search = search_of(load_config([*WORDS[:1], "model.path=Qwen/Qwen3-8B", *WORDS[2:]]), "1x8:h100", "1000")
+    assert [plan.config.trainer.offload for plan in search.best()] == [False] * len(search.best())
+
+
+@pytest.mark.parametrize("words", [(), ("max_staleness=1",)])
+def test_an_ordinary_plan_is_preferred_to_one_that_may_be_as_fast(words: tuple[str, ...]) -> None:
+    """Rows of 355 tokens gain nothing by being split over ranks."""
+    short = ["recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", *words]
+    search = search_of(load_config(short), "1x8:h100", "205")
+    best = plan_of(search)
+    assert best.step_s <= search.plans[0].step_s * 1.05
+    assert best.config.trainer.ranks_per_row == 1
+    near = [plan for plan in search.plans if plan.step_s <= search.plans[0].step_s * 1.05]
+    parts = [plan.config.rollout.tensor_parallel_size for plan in near if plan.config.trainer.ranks_per_row == 1]
+    assert best.config.rollout.tensor_parallel_size == min(parts)
+
+
+def test_no_plan_names_a_package_that_is_not_installed() -> None:
+    for plan in searched("2x8:h100", "max_staleness=1").plans:
+        check_packages(plan.config)
+        assert "model.attention" not in dict(plan.candidate.keys)
+
+
+@pytest.mark.parametrize(("word", "package"), [
+    ("model.attention=flash_attention_2", "flash-attn"), ("trainer.liger=true", "liger-kernel"),
+])  # fmt: skip
+def test_kernels_that_are_not_installed_are_refused_before_a_run(
+    word: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config([*WORDS, word])
+    found = {one.name: one for one in checks(config, dataflow_of(config), [])}["packages"]
+    monkeypatch.setattr(prerequisites, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"{word} needs the package {package}, which is not installed here"):
+        found.look()
+    monkeypatch.setattr(prerequisites, "find_spec", lambda name: object())
+    assert found.look() == package
+
+
+def test_ranks_go_to_one_kind_and_engines_to_what_is_left() -> None:
+    search = searched("1x8:h100,2x8:l40s", "max_staleness=1")
+    best = plan_of(search)
+    assert dict(best.candidate.keys)["cluster.labels"]["trainer"] == {
+        "ray.io/accelerator-type": best.candidate.ranks.ray_name
+    }
+    alone = [searched(part, "max_staleness=1").plans[0].step_s for part in ("1x8:h100", "2x8:l40s")]
+    assert best.step_s < min(alone)
+
+
+LONG = ("rollout.max_model_len=32768", "rollout.sampling.max_tokens=30720")
+
+
+def config_words(model: str, words: tuple[str, ...]) -> list[str]:
+    return [*WORDS[:1], f"model.path={model}", *WORDS[2:], *words]
+
+
+@pytest.mark.parametrize(("model", "words", "cluster", "named"), [
+    ("Qwen/Qwen2.5-14B", (), "1x1:l4", ["a cluster of 1x2:l4", "a cluster of 1x1:a100-40gb"]),
+    ("Qwen/Qwen2.5-7B", ("trainer.activation_checkpointing=false", *LONG), "1x1:l40s",
+     ["trainer.activation_checkpointing=true", "rollout.max_model_len=4096 rollout.sampling.max_tokens=3840"]),
+])  # fmt: skip
+def test_where_nothing_fits_it_says_what_would(
+    model: str, words: tuple[str, ...], cluster: str, named: list[str]
+) -> None:
+    """And each that is named does."""
+    search = search_of(load_config(config_words(model, words)), cluster, None)
+    with pytest.raises(ResourceError, match=re.escape(f"Nothing fits {cluster}. One of these would: ")) as error:
+        plan_of(search)
+    changes = what_would_fit(search)
+    assert set(named) <= set(changes)
+    for one in changes:
+        assert one in str(error.value)
+        larger = one.removeprefix("a cluster of ")
+        keys = one.split() if larger == one else []
+        other = larger if larger != one else cluster
+        assert search_of(load_config(config_words(model, (*words, *keys))), other, None).fits
+
+
+LARGE = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-72B", *WORDS[2:])
+
+
+def test_a_plan_says_what_it_takes_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of 72.7B parameters' weights and moments are offloaded, 12 bytes each."""
+    plan = plan_of(search_of(load_config([*LARGE]), "1x8:h100", "1000"))
+    assert plan.config.trainer.offload
+    assert wanted_bytes(plan.host) > 12 * 72.7e9
+    assert main(["plan", *LARGE, "--cluster", "1x8:h100", "--lengths", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "host" in said
+    assert f" {wanted_bytes(plan.host) / 2**30:,.0f} " in said
+
+
+def test_a_plan_that_the_host_has_no_room_for_is_none() -> None:
+    search = search_of(load_config([*LARGE]), "1x8:h100", "1000")
+    (nodes,) = search.cluster
+    small = replace(search, cluster=(replace(nodes, host_bytes=512 * 2**30),))
+    with pytest.raises(ResourceError, match=r"GiB of host memory, and a node has 512\.0"):
+        small.plan(plan_of(search).candidate)
+
+
+def test_the_cheapest_part_that_is_done_in_time_is_found() -> None:
+    whole = searched("4x8:h100")
+    hours = whole.plans[0].step_s * 200 / 3600
+    assert cheapest(whole, hours * 1.01).cluster[0].count <= 4
+    slow = cheapest(whole, hours * 20)
+    assert slow.cluster[0].num_gpus < 32
+    assert slow.plans[0].gpu_hours <= whole.plans[0].gpu_hours
+    with pytest.raises(ResourceError, match=r"trainer\.max_steps=200 takes"):
+        cheapest(whole, hours * 0.5)
+
+
+def test_the_next_better_class_is_named() -> None:
+    found = dict(another_class(searched("2x8:h100")))
+    assert list(found) == ["max_staleness=1", "a cluster of 3x8:h100"]
+
+
+def test_what_a_cluster_has_is_known_by_rays_labels() -> None:
+    nodes = [Node(str(n), f"n{n}", f"10.0.0.{n}", 64, 8, {"ray.io/accelerator-type": "H100"}) for n in range(2)]
+    (held,) = kinds_of([replace(node, memory=size) for node, size in zip(nodes, (2e12, 1e12), strict=True)])
+    assert held.host_bytes == 1e12
+    assert [str(one) for one in kinds_of([Node("d", "d", "10.0.0.9", 8), *nodes])] == ["2x8:h100"]
+    with pytest.raises(ResourceError, match="--cluster 2x8:h100"):
+        kinds_of([Node("d", "d", "10.0.0.9", 8)])
+    with pytest.raises(ResourceError, match=r"accelerator-type=MI300X"):
+        kinds_of([Node("d", "d", "10.0.0.9", 8, 8, {"ray.io/accelerator-type": "MI300X"})])
+
+
+def test_what_is_asked_wrongly_is_refused_by_name() -> None:
+    config = load_config(list(WORDS))
+    with pytest.raises(ConfigError, match="--lengths 'many'"):
+        lengths_of(config, "many")
+    with pytest.raises(ConfigError, match="--within"):
+        hours_of("12")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        search_of(load_config([*WORDS[:1], "model.path=someone/else"]), "1x8:h100", None)
+
+
+def test_keys_that_no_plan_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trainer.compile=true", "trainer.activation_offload=true", "+rollout.engine_options.quantization=fp8",
+             "+rollout.engine_options.kv_cache_dtype=fp8"]  # fmt: skip
+    assert not_counted(load_config([*WORDS])) == []
+    told = ["trainer.compile=true", "trainer.activation_offload=true", "rollout.engine_options.quantization=fp8"]
+    assert not_counted(load_config([*WORDS, *words])) == told
+    assert main(["plan", *WORDS, *words, "--cluster", "1x2:h100", "--lengths", "1000"]) == 0
+    assert f"Not counted: {', '.join(told)}." in capsys.readouterr().out
+
+
+def test_keys_change_what_they_name_and_nothing_else() -> None:
+    config = load_config(list(WORDS))
+    changed = with_keys(config, {"max_staleness": 2, "trainer.num_ranks": 4, "cluster.labels": {}})
+    assert (changed.max_staleness, changed.trainer.num_ranks) == (2, 4)
+    assert replace(changed, max_staleness=0, trainer=config.trainer) == config
+    with pytest.raises(ConfigError):
+        with_keys(config, {"trainer.num_ranks": 3, "trainer.tensor_parallel_size": 2})
+
+
+def test_the_command_says_the_plan_why_others_lost_and_how_to_run_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    assert main(["plan", *WORDS, "--cluster", "2x8:h100", "--lengths", "1000:0.8", "--write", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "The best is" in said
+    assert "x the time:" in said
+    assert "With max_staleness=1 a step would take about" in said
+    assert f"penstock run {' '.join(file.read_text().split())}" in said
+    assert dataflow_of(load_config(file.read_text().split()))
+    assert main(["plan", *WORDS, "--cluster", "2x8:h10"]) == 2

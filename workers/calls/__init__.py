@@ -1,0 +1,1 @@
+"""Arguments and results of the calls that servers and sessions make: plain data."""

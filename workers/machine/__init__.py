@@ -1,0 +1,1 @@
+"""Helpers for one machine: its files, its processors, its processes."""

@@ -1,0 +1,1 @@
+"""Facts and files of a model's directory, read without building the model."""
