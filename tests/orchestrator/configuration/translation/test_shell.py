@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -25,13 +26,13 @@ SCRIPTS = [
 
 @pytest.mark.real
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_shell_makes_the_same_words(script: str) -> None:
+def test_a_shell_makes_the_same_words(script: str, tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     defined = 'run() { printf "%s\\0" "$@"; }\n'
     done = subprocess.run(
         [bash, "-c", defined + script], env={"HOME": "/home/me", "PATH": "/usr/bin:/bin"}, capture_output=True,
-        check=False,
+        check=False, cwd=tmp_path,
     )  # fmt: skip
     assert words_of(script) == done.stdout.decode().split("\0")[:-1]
 
