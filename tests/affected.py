@@ -69,7 +69,9 @@ def path_of(module: str) -> str:
 
 
 def is_test(module: str) -> bool:
-    return module.startswith("tests.") and module.rpartition(".")[2].startswith("test_")
+    """Return whether a module has tests that `.venv` can run. Those of `tests/oracle` have another environment."""
+    in_oracle = module.startswith("tests.oracle.")
+    return module.startswith("tests.") and module.rpartition(".")[2].startswith("test_") and not in_oracle
 
 
 def main() -> None:

@@ -34,6 +34,12 @@ def test_a_module_that_is_imported_by_its_name_affects_who_may_import_it(affecte
     assert "tests/workers/reward/test_functions.py" in affected("workers/reward/judge.py")
 
 
+def test_tests_that_need_another_environment_are_not_named(affected):
+    found = affected("requirements/cpu.lock")
+    assert "tests/store/ledger/test_staleness.py" in found
+    assert not [path for path in found if path.startswith("tests/oracle/")]
+
+
 def test_fixtures_affect_all_tests_of_their_folder(affected):
     found = affected("tests/store/conftest.py")
     assert {"tests/store/test_imports.py", "tests/store/ledger/test_staleness.py"} <= set(found)
