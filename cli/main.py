@@ -66,15 +66,16 @@ def _load(overrides: Sequence[str]) -> Any:
     return load_config(overrides)
 
 
-def _with_plan(overrides: Sequence[str], config: Any) -> list[str]:
-    """Words of a run with those of its plan for the GPUs that are there."""
+def _planned(overrides: Sequence[str], config: Any) -> tuple[list[str], Any]:
+    """Plan a run for the cluster's GPUs. Returns its overrides with those of the plan, and their configuration."""
     if config.plan != "auto" or not config.trainer.num_gpus_per_rank:
-        return list(overrides)
+        return list(overrides), config
     from rich.console import Console
 
     from penstock.planner.plan_view import with_plan
 
-    return with_plan(overrides, Console())
+    words = with_plan(overrides, Console())
+    return words, _load(words)
 
 
 def _begin(text: str) -> None:
@@ -88,12 +89,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from penstock.orchestrator.control.retries import run_with_retries
 
         return run_with_retries(arguments.overrides, arguments.retries)
-    arguments.overrides = _with_plan(arguments.overrides, config)
-    config = _load(arguments.overrides)
+    arguments.overrides, config = _planned(arguments.overrides, config)
     _begin(CHECKS)
-    from penstock.orchestrator.observability.reporting.closing import (
-        print_summary,
-    )  # late: the configuration is in order, so it may take seconds
+    # Late: the configuration is in order, so it may take seconds.
+    from penstock.orchestrator.observability.reporting.closing import print_summary
     from penstock.orchestrator.run import run
 
     heed_end()
@@ -106,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _validate(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
     _begin(CHECKS)
-    config = _load(_with_plan(arguments.overrides, config))
+    _, config = _planned(arguments.overrides, config)
     from rich.console import Console
 
     from penstock.orchestrator.configuration.validate import validate_run
@@ -157,7 +156,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.configuration.sweep_points import points_of
 
     points = points_of(arguments.overrides)
-    jobs = jobs_for(points, lambda words: _with_plan(words, _load(words)))
+    jobs = jobs_for(points, lambda words: _planned(words, _load(words))[0])
     recipe = next((word.partition("=")[2] for word in arguments.overrides if word.startswith("recipe=")), "runs")
     directory = Path(arguments.directory or f"sweeps/{Path(recipe).name}")
     return Sweep(points, directory, arguments.jobs or jobs, Console()).run()
