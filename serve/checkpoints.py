@@ -222,9 +222,14 @@ class Checkpoints:
         self._sizes[run] = sum(file.stat().st_size for file in self._directory.glob(f"{run}/*/*/state*"))
 
     def _find(self, address: Address) -> Checkpoint | None:
+        """The facts of a checkpoint; None if there is none. Raises `JournalError`."""
+        file = self._folder(address) / FACTS
         try:
-            return Checkpoint(**json.loads((self._folder(address) / FACTS).read_text()))
-        except FileNotFoundError:
+            with refusals(file):
+                return Checkpoint(**json.loads(file.read_text()))
+        except JournalError:
+            if file.exists():
+                raise
             return None
 
     def _note(self, facts: Checkpoint) -> Checkpoint:

@@ -86,8 +86,13 @@ def live(directory, backend, clients, *, config=None, is_drained=False):
     async def life():
         backend.killed = asyncio.Event()
         settings = config or ServeConfig()
-        service = Service(settings, backend, directory, Tenants(settings))
-        await service.open()
+        try:
+            service = Service(settings, backend, directory, Tenants(settings))
+            await service.open()
+        except JournalDamaged:
+            raise
+        except JournalError:
+            return False  # the disk refuses: the command ends with this sentence, and is started again
         work = [asyncio.ensure_future(client.run(service)) for client in clients]
         killed = asyncio.ensure_future(backend.killed.wait())
         everything = asyncio.ensure_future(asyncio.gather(*work))

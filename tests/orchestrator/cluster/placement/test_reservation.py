@@ -3,6 +3,7 @@ apart."""
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.cluster.placement.clusters import planned
 
 pytestmark = pytest.mark.real
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_reserved(three_nodes: str) -> None:
+    """Ray gives resources back some time after a group is removed."""
+    deadline = time.monotonic() + 60
+    while free_nodes() != cluster_nodes():
+        assert time.monotonic() < deadline, free_nodes()
+        time.sleep(0.05)
 
 
 def node_of_this_process(_: object) -> str:
