@@ -13,7 +13,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.attempts.actor import ask
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.gateway.engines import EnginePool
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, Sampling

@@ -160,7 +160,7 @@ def deepspeed_settings() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig as Parsed
 
     from penstock.conf.trainer import DeepSpeedConfig, TrainerConfig
-    from penstock.workers.trainer.engines.deepspeed_runtime import settings
+    from penstock.workers.trainer.engines.deepspeed import settings
 
     for stage in (1, 2, 3):
         config = TrainerConfig(

@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.harness import Target, new_table, show
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.planner.asked import known_shape
 from penstock.planner.hardware import parse_cluster
-from penstock.planner.known_models import known_shape
 from penstock.planner.lengths import Lengths
-from penstock.planner.played import played
+from penstock.planner.plan_view import played
 from penstock.planner.search import Search
 
 WORKLOADS, QUICK_WORKLOADS = 500, 10

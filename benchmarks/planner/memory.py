@@ -16,8 +16,8 @@ from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.rank_memory import RankSetting, rank_memory
 from penstock.orchestrator.configuration.memory.run_memory import GIB
+from penstock.planner.asked import known_shape
 from penstock.planner.hardware import KINDS, Nodes
-from penstock.planner.known_models import known_shape
 from penstock.planner.lengths import Lengths
 from penstock.planner.search import Search
 

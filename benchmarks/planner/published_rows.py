@@ -16,13 +16,13 @@ from typing import Any
 import yaml
 
 from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.planner.asked import known_shape
 from penstock.planner.costs.decoding import Engine
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.costs.measured import kernels_of
 from penstock.planner.costs.training import Rank
 from penstock.planner.durations import Sync
 from penstock.planner.hardware import KINDS
-from penstock.planner.known_models import known_shape
 from penstock.planner.lengths import Lengths
 from penstock.planner.steady import Engines, Workload, estimate
 

@@ -14,11 +14,11 @@ from benchmarks.harness import Target, new_table, show
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.planner.asked import known_shape
 from penstock.planner.candidates import Candidate
 from penstock.planner.hardware import GpuKind, Nodes, parse_cluster
-from penstock.planner.known_models import known_shape
 from penstock.planner.lengths import Lengths
-from penstock.planner.played import best_classes, played
+from penstock.planner.plan_view import best_classes, played
 from penstock.planner.search import Plan, Search
 
 MIXES = ("2x8:h100,2x8:l40s", "2x8:h800,2x8:h20")

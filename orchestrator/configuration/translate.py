@@ -1,17 +1,134 @@
-"""`penstock translate FILE`: a configuration of verl or TRL as a recipe, what is not in it, and whether it starts."""
+"""`penstock translate FILE`: a configuration of verl or TRL as a recipe, what is not in it, and whether it starts.
 
+Configurations of verl and TRL, read from their files and translated.
+
+FILE.yaml                    keys, nested or with dots
+FILE.sh, or anything else    the words key=value or --key value of the command in it that trains
+"""
+
+import os
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
-from penstock.algorithms.catalogue import dataflow_of
+from penstock.algorithms.catalogue import ALGORITHMS, dataflow_of
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.translation.view import as_yaml, keys_of, read, translated
+from penstock.orchestrator.configuration.translation.counterparts import FRAMEWORKS
+from penstock.orchestrator.configuration.translation.rules import Framework, Translation, Values, translate
+from penstock.orchestrator.configuration.translation.shell import commands_of
+from penstock.orchestrator.configuration.values import Plain, plain, read_yaml
 from penstock.workers.user_code import RECIPE_FILE
+
+WORD = re.compile(r"[+~]*([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+PROCESSES = ("num_processes", "nproc_per_node")
+
+
+def translated(values: Values) -> tuple[Framework, Translation]:
+    """Translate a flat configuration of whichever framework's it is. Raises `ConfigError` for none that is known."""
+    framework = next((one for one in FRAMEWORKS if one.is_of(values)), None)
+    if framework is None:
+        raise ConfigError(
+            f"none of the {len(values)} keys is one of verl's (actor_rollout_ref.…) or TRL's (num_generations, …), so "
+            "there is nothing to translate. A recipe of Penstock is run as it is: recipe=DIRECTORY."
+        )
+    found = translate(framework, values)
+    _fit_algorithm(found)
+    return framework, found
+
+
+def _fit_algorithm(found: Translation) -> None:
+    """Leave out what the chosen algorithm has no key for, and say which has one."""
+    chosen = found.recipe.get("algorithm", {})
+    known = {field.name for field in fields(ALGORITHMS[chosen.get("name", "grpo")].config_class)}
+    for name in [name for name in chosen if name not in known]:
+        value = chosen.pop(name)
+        if value:
+            why = f"algorithm={chosen.get('name', 'grpo')} has no such key; algorithm=policy_gradient has more of them"
+            found.lost.append((f"algorithm.{name}={value}", why))
+
+
+def as_yaml(framework: Framework, found: Translation) -> str:
+    """The recipe as text."""
+    head = f"description: Translated from {framework.name}; see docs/coming_from.md for what differs.\n"
+    return head + str(OmegaConf.to_yaml(found.recipe))
+
+
+def read(path: str) -> dict[str, Any]:
+    """Read a file's keys, flat. Raises `ConfigError`."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{path}: there is no such file.")
+    if file.suffix in (".yaml", ".yml"):
+        found = plain(read_yaml(file))
+        return dict(_flat(found)) if isinstance(found, Mapping) else {}
+    read_ones = [_keys_of(words, file.parent) for words in commands_of(file.read_text(encoding="utf-8"), os.environ)]
+    trains = [keys for keys in read_ones if any(framework.is_of(keys) for framework in FRAMEWORKS)]
+    return max(trains or read_ones, key=len, default={})
+
+
+def keys_of(words: Sequence[str]) -> dict[str, Any]:
+    """The keys of words `key=value`, `--key value` and `--key value value`."""
+    found: dict[str, Any] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            key, given, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            found[key], key = (_value(value), "") if given else (True, key)
+        elif re.fullmatch(r"-[A-Za-z]+", word):
+            key = ""
+        elif match := WORD.fullmatch(word):
+            found[match[1]], key = _value(match[2]), ""
+        elif key:
+            value = _value(word.rstrip(","))
+            found[key] = value if found[key] is True else [*_as_list(found[key]), value]
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _keys_of(words: list[str], directory: Path) -> dict[str, Any]:
+    """The keys of a command: of what follows the program, the file of its --config, and the launcher's processes."""
+    place = _program_of(words)
+    launcher, own = keys_of(words[: max(0, place - 1)]), keys_of(words[place:])
+    processes = {"num_processes": launcher[key] for key in launcher if key in PROCESSES}  # noqa: B035 - of several names
+    config = directory / Path(str(own.get("config", ""))).expanduser()
+    if config.suffix in (".yaml", ".yml") and config.is_file():
+        own = read(str(config)) | {key: value for key, value in own.items() if key != "config"}
+    return processes | own
+
+
+def _program_of(words: list[str]) -> int:
+    """Place behind the program that a command starts, and not its launcher; 0 where none is found."""
+    for place, word in enumerate(words):
+        is_module = place > 0 and words[place - 1] == "-m" and word not in LAUNCHERS
+        is_command = word == "trl" or (place > 0 and words[place - 1] == "trl")
+        if is_module or (is_command and word != "trl") or (word.endswith(".py") and "=" not in word):
+            return place + 1
+    return 0
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _value(text: str) -> Any:
+    return None if text == "None" else plain(Plain(text.strip()))
 
 
 def show(path: str, console: Console, target: str | None = None, words: Sequence[str] = ()) -> int:

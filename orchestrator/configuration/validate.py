@@ -2,16 +2,28 @@
 
 `check_run` is the last thing that `run` does before it makes a directory: the first fault ends it. `penstock validate`
 shows the same checks one by one, with the resolved configuration, the dataflow and the plan of actors.
+
+The rewards of a run, tried on a row of its data before anything is sampled: what would be raised at 2 a.m. is seen
+here.
+
+The placement of actors on the nodes of the present cluster, as `penstock validate` prints it.
+
+The way of the weights in a run, as `penstock validate` tells it: the transport, what each publication takes, and
+whether this machine has room for it. A cluster's nodes are asked when the run starts (`cluster/nodes/`).
 """
 
+import asyncio
+import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -19,14 +31,17 @@ from penstock.algorithms.graph.describe import draw
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.data import ENVIRONMENT
 from penstock.conf.environment import GatewayConfig
-from penstock.conf.errors import ConfigError, PenstockError
+from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
-from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, plan_actors
+from penstock.conf.weights import choose_transport, replaces_members
+from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere, look
+from penstock.orchestrator.cluster.nodes.shared_memory import too_small
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, plan_actors, reward_of
+from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
+from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, titles
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory.memory_view import MemoryView
-from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
     check_model,
@@ -34,17 +49,18 @@ from penstock.orchestrator.configuration.prerequisites import (
     check_packages,
     check_sandbox,
     check_trackers,
+    num_parameters,
     processor_of,
     runs_code,
     starting_model_config,
     tokenizer_of,
 )
-from penstock.orchestrator.configuration.reward_trial import try_rewards
-from penstock.orchestrator.configuration.weights_view import describe_weights
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.orchestrator.run_directory.run_place import try_place, working_copies
+from penstock.store.data.roots import SHARED_MEMORY
 from penstock.workers.environments.adapters.tools import Tools
 from penstock.workers.environments.environment import make_environment
+from penstock.workers.environments.task import MESSAGES
 from penstock.workers.gateway.formats.conversation import Format
 from penstock.workers.gateway.formats.rendered import make_format
 from penstock.workers.machine.files import is_url, list_names
@@ -52,8 +68,211 @@ from penstock.workers.prompts.curriculum import MOST_SHOWN, level_of
 from penstock.workers.prompts.dataset_row import Needs, PromptDataset, is_cut
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read
 from penstock.workers.prompts.tokenization import load_tokenizer
+from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.response import Response
+from penstock.workers.reward.result import RewardError, RewardResult
+from penstock.workers.reward.signatures import name_of
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
+from penstock.workers.weights.publication.reading import MOST_THREADS
+from penstock.workers.weights.publication.room import (
+    TURNS,
+    SharedMemory,
+    how_to_enlarge,
+    kept_bytes,
+    publication_bytes,
+    stored_elements,
+)
+from penstock.workers.weights.publication.timing import BUSES, Way
+
+
+def describe_weights(config: RunConfig) -> str:
+    """The transport, and what it takes. Raises `ResourceError` where this machine has to hold publications and
+    cannot."""
+    transport = choose_transport(config)
+    if transport != "shm":
+        return f"{transport}, as asked for: a death is a return to the checkpoint, and ranks keep no copies"
+    if config.trainer.lora.publishes_adapter:
+        return "shm: adapters alone, through shared memory, and from node to node by their agents"
+    told = ["shm: through shared memory, and from node to node by their agents"]
+    if (num_elements := elements_of(config)) is None:
+        return f"{told[0]}; how much is known once the model is here"
+    size = publication_bytes(num_elements, config.rollout.dtype)
+    told.append(f"{_size(size)} a publication, {TURNS} of them on each node with engines")
+    if config.trainer.num_gpus_per_rank and config.rollout.num_gpus_per_worker:
+        told += [describe_times(way_of(config, size)), describe_wait(config, way_of(config, size))]
+    if not is_elsewhere():
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        told += look_at_room(config, num_elements, SharedMemory(usage.total, usage.free))
+    return "; ".join(told)
+
+
+def way_of(config: RunConfig, num_bytes: int) -> Way:
+    """The way of a version. A cluster's nodes are taken to have as many cores as a version can use."""
+    cores = MOST_THREADS if is_elsewhere() else len(os.sched_getaffinity(0))
+    return Way(
+        num_bytes, config.trainer.num_ranks, config.rollout.tensor_parallel_size,
+        threads_per_rank=max(1, int(config.cluster.cpus_per_worker)), threads_per_node=min(cores, MOST_THREADS),
+    )  # fmt: skip
+
+
+def describe_times(way: Way) -> str:
+    """The seconds that a version takes by each bus, by arithmetic."""
+    told = [
+        f"{bus}: {way.on_one_node_s(bus):.2g} s a publication, {way.between_nodes_s(bus):.2g} s to other nodes, then a "
+        f"pause of {way.paused_s(bus):.2g} s an engine"
+        for bus in BUSES
+    ]
+    return f"by arithmetic, {'; '.join(told)}"
+
+
+def describe_wait(config: RunConfig, way: Way) -> str:
+    """The part of it that the next step waits for."""
+    if config.max_staleness == 0:
+        return "the next step waits for all of it (max_staleness=0)"
+    if config.trainer.offload:
+        return "the next step waits until ranks have written it: weights are in the host's memory (trainer.offload)"
+    return f"the next step waits for copies on the GPUs, {way.taken_s:.2g} s of it, and counts once all is written"
+
+
+def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
+    """What a machine that all of the run is on has no room for, and the promise that lapses with it. Raises
+    `ResourceError` if that is the publications."""
+    publications = TURNS * publication_bytes(num_elements, config.rollout.dtype)
+    if memory.total_bytes < publications:
+        raise too_small("This machine", memory.total_bytes, publications)
+    if not (config.faults.keep_state and replaces_members(config)) or config.trainer.lora.rank:
+        return []
+    kept = kept_bytes(num_elements)
+    left = max(0, memory.free_bytes - publications)
+    if kept <= left:
+        return []
+    return [
+        f"the copies that ranks keep of their state ({_size(kept)}, faults.keep_state) do not fit into the "
+        f"{_size(left)} beside: the death of a rank is a return to the newest checkpoint, as is that of a "
+        f"trainer's node. To have ranks replaced, {how_to_enlarge(publications + kept)}"
+    ]
+
+
+def elements_of(config: RunConfig) -> int | None:
+    """Number of elements of the policy's tensors; None for a model that is not here."""
+    model = starting_model_config(config)
+    return num_parameters(model.fresh) if model.path is None else stored_elements(model.path)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+@dataclass(frozen=True)
+class PlacementView:
+    plan: Sequence[ActorPlan]
+    nodes: Sequence[Node] = ()
+    """Nodes of the cluster, the driver's first. Empty without a cluster, and if it does not answer."""
+    assignment: Assignment | None = None
+    refused: ResourceError | None = None
+    """The reason why there is no assignment."""
+    wait_s: float = 0.0
+    """Seconds that the run waits for nodes."""
+
+    @classmethod
+    def of(cls, plan: Sequence[ActorPlan], config: RunConfig) -> "PlacementView":
+        nodes: Sequence[Node] = ()
+        try:
+            nodes = look() or ()
+            return cls(plan, nodes, assign(plan, nodes, config) if nodes else None)
+        except ResourceError as error:
+            return cls(plan, nodes, refused=error, wait_s=config.cluster.wait_s)
+
+    @property
+    def is_of_cluster(self) -> bool:
+        """True if there is a cluster; else the run starts a local Ray."""
+        return bool(self.nodes or self.refused)
+
+    def found(self) -> str:
+        """Describe the placement in a few words. Raises `ResourceError` for what cannot be placed."""
+        if self.nodes and self.refused and self.wait_s:
+            return f"the run waits for nodes for up to {self.wait_s:g} s (cluster.wait_s): {self.refused}"
+        if self.assignment is None:
+            raise self.refused or ResourceError("There is no cluster.")
+        cpus, gpus = needed(self.plan)
+        there = f"{len(self.assignment.nodes)} of the cluster's {len(self.nodes)} node(s)"
+        return f"{len(self.plan)} actors on {there} reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s)"
+
+    def actors(self) -> Table:
+        """A table of the actors: what each reserves, and its node."""
+        table = _table("actor", "stage", "CPUs", "GPUs", *(["node"] if self.assignment else []))
+        names = titles(self.nodes)
+        for actor in self.plan:
+            node = [names[self.assignment.node_of[actor.name].id]] if self.assignment else []
+            table.add_row(actor.name, actor.stage or "", f"{actor.num_cpus:g}", f"{actor.num_gpus:g}", *node)
+        cpus, gpus = needed(self.plan)
+        table.add_row("in all", "", f"{cpus:g}", f"{gpus:g}", style="bold")
+        return table
+
+    def reserved(self) -> Table:
+        """A table of the cluster's nodes, and how much of each the run reserves."""
+        table = _table("node", "address", "CPUs", "GPUs", "labels", "")
+        names = titles(self.nodes)
+        for index, node in enumerate(self.nodes):
+            cpus, gpus = f"{node.cpus:g}", f"{node.gpus:g}"
+            if self.assignment is not None:
+                there = set(self.assignment.names_on(node))
+                own = needed([actor for actor in self.plan if actor.name in there])
+                cpus, gpus = f"{own[0]:g} of {cpus}", f"{own[1]:g} of {gpus}"
+            labels = ", ".join(f"{key}={value}" for key, value in sorted(node.labels.items()) if key != NODE_ID)
+            table.add_row(names[node.id], node.address, cpus, gpus, labels, "" if index else "the driver's")
+        return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column.endswith("PUs") else "left")
+    return table
+
+
+RESPONSES = ("", "The answer is 4.")
+
+
+def try_rewards(config: RunConfig, flow: Dataflow) -> str:
+    """Call each reward on the first row, with an empty response and a short one, in processes as in a run. Returns what
+    they gave. Raises `ConfigError` for one that fails for both, or cannot be loaded."""
+    dataset = open_rows(config)
+    if dataset is None:
+        return ""
+    row = dataset.row(0)
+    task = row.to_json(**({MESSAGES: row.messages} if row.messages else {}))
+    found = []
+    for name, spec in _rewards(config, flow):
+        results = asyncio.run(_tried(spec, task, config.reward.timeout_s))
+        if all(isinstance(result, RewardError) for result in results):
+            raise ConfigError(f"{name} fails on {row.where}: {results[-1]}")
+        given = ", ".join(f"{text!r} {_shown(result)}" for text, result in zip(RESPONSES, results, strict=True))
+        found.append(f"{name} on {row.where}: {given}")
+    return "; ".join(found)
+
+
+def _rewards(config: RunConfig, flow: Dataflow) -> Iterator[tuple[str, RewardSpec]]:
+    """The functions by name. What an environment or a judge of the run gives is not tried: neither is there yet."""
+    functions = {stage.name: stage.function for stage in flow.of_kind("reward")} or {"": None}  # for evaluation alone
+    for stage, function in functions.items():
+        name, options = reward_of(flow, stage, config)
+        if name != ENVIRONMENT_REWARD and not has_own_judge(name, options):
+            spec = RewardSpec.of(function or name, dict(options), tuple(config.imports))
+            yield (name if function is None else name_of(function)), spec
+
+
+async def _tried(spec: RewardSpec, task: str, timeout_s: float) -> list[RewardResult]:
+    async with RewardPool(spec, timeout_s=timeout_s) as pool:
+        return await pool.score([Response(text) for text in RESPONSES], [task] * len(RESPONSES))
+
+
+def _shown(result: RewardResult) -> str:
+    if isinstance(result, RewardError):
+        return f"fails ({result})"
+    return "does not count" if result is None else f"gets {result:g}"
+
 
 RESOURCES, MEMORY = "resources", "memory"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.cluster import ClusterConfig
-from penstock.orchestrator.cluster.fleet.roll_call import RollCall
+from penstock.orchestrator.cluster.fleet.fleet import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX
 

@@ -6,11 +6,11 @@ import pytest
 
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.planner.asked import known_shape
 from penstock.planner.costs.decoding import Engine, active_parameters
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.costs.training import Rank
 from penstock.planner.hardware import KINDS
-from penstock.planner.known_models import known_shape
 
 H100, FACTORS = KINDS["h100"], Efficiencies()
 BATCHES = (1, 8, 32, 64, 128, 256)

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from penstock.cli.main import main
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.planner.asked import search_of
+from penstock.planner.asked import known_shape, search_of
 from penstock.planner.costs.decoding import Engine, told_kernels
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.costs.measured import BATCHES, CONTEXTS, Measured, kernels_of, rising
 from penstock.planner.hardware import KINDS, GpuKind
-from penstock.planner.known_models import known_shape
 
 BETWEEN, MOST_BETWEEN = 0.05, 0.06
 """Largest distance from the tables between points of the grid: of 99 in 100, and of any."""

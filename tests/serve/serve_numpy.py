@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from penstock.conf.serve import ServeConfig
-from penstock.serve.server import Server
+from penstock.serve.command import Server
 from tests.serve.fake_backend import FakeBackend
 
 

@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from penstock.conf.serve import ServeConfig
-from penstock.serve import ranks, sampling_queue
+from penstock.serve import ranks, samples
+from penstock.serve.command import Server, ServerFailed
 from penstock.serve.journal import JournalDamaged, JournalError
 from penstock.serve.schedule import Schedule
-from penstock.serve.server import Server, ServerFailed
 from penstock.serve.service import Service
 from penstock.serve.tenants import Tenants
 from tests.serve.bad_disk import refusing
@@ -29,7 +29,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(ranks, "DISK_PAUSE_S", 0.01)
     monkeypatch.setattr(ranks, "LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(ranks, "LOOK_S", 0.01)
-    monkeypatch.setattr(sampling_queue, "LOOK_S", 0.01)
+    monkeypatch.setattr(samples, "LOOK_S", 0.01)
 
 
 async def until(condition):

@@ -14,7 +14,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.network.listener import MAX_PENDING
 from penstock.orchestrator.run_directory.run_directory import to_yaml
-from penstock.serve.server import Server
+from penstock.serve.command import Server
 from penstock.workers.calls.training_calls import Datum
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import forward_body

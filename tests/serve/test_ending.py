@@ -3,8 +3,7 @@
 import asyncio
 
 from penstock.conf.serve import ServeConfig
-from penstock.serve.command import FLEET_S
-from penstock.serve.server import CLOSE_S, GRACE_S, Server
+from penstock.serve.command import CLOSE_S, FLEET_S, GRACE_S, Server
 from penstock.serve.service import Service
 from penstock.serve.tenants import Tenants
 from tests.serve.fake_backend import FakeBackend

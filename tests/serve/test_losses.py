@@ -11,7 +11,7 @@ import pytest
 from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.serve import ranks
 from penstock.serve.backend import BackendFailed, DeadlyRequest
-from penstock.serve.server import Server, ServerFailed
+from penstock.serve.command import Server, ServerFailed
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import forward_body
 from tests.serve.test_server import Client, sample_body, serve

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import DataError
-from penstock.serve.sampling_queue import Publications
+from penstock.serve.samples import Publications
 
 
 class Engines:

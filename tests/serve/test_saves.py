@@ -13,7 +13,7 @@ from penstock.conf.errors import DataError
 from penstock.conf.serve import ServeConfig
 from penstock.serve import checkpoints
 from penstock.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint, read_spec
-from penstock.serve.server import Server
+from penstock.serve.command import Server
 from penstock.serve.service import Service
 from penstock.serve.tenants import Tenants
 from penstock.workers.calls.training_calls import AdapterSpec

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.serve import ServeConfig, TenantConfig
-from penstock.serve.server import Server
+from penstock.serve.command import Server
 from tests.serve.fake_backend import FakeBackend
 
 pytestmark = pytest.mark.real

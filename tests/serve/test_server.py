@@ -13,7 +13,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.metering.table import METRICS
 from penstock.serve import samples, service
-from penstock.serve.server import Server
+from penstock.serve.command import Server
 from penstock.serve.wire.messages import PROTOBUF, messages
 from penstock.workers.calls.training_calls import WHOLE
 from tests.serve.fake_backend import FakeBackend

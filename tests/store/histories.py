@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.store.errors import LeaseExpired, LeaseSuperseded, StoreError
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.residents import ENOUGH
 from penstock.store.ledger.rounds import Round
 from penstock.store.ledger.state import LedgerCut, restore, scalars, values_of
-from penstock.store.ledger.stragglers import ENOUGH
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
 from tests.store.invariants import check_invariants

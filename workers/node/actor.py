@@ -1,11 +1,27 @@
 """`Agent-<address>`: the Ray shell around a node's agent. It is started on every node of a run, before anything that
 writes into shared memory, and ended after it.
+
+Questions that pass through a node's agent, to the controller of a run and from it.
+
+    caller ─ ask ─▶ Mailbox ◀─ take, answer ─ controller         controller ─▶ NodeActors.ask ─▶ actors of the node
+
+The controller is no actor and cannot be called: questions to it wait in the agent of the driver's node until it takes
+them, and the caller waits for its answer; `orchestrator/membership/` has both ends. It asks the actors of a node
+through the agent there, which gives one answer for all of them. Actors that are not in the answer it asks itself
+(`orchestrator/cluster/fleet/fleet.py`).
+
+The output of a node's processes since the last call: for the run's directory, so that it can be read on another
+machine.
+
+The standard output and error of a process are files of Ray's, which `/proc` names.
 """
 
 import asyncio
 import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +34,175 @@ from penstock.workers.machine.processes import ProcessId, register
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_service import FileSet
-from penstock.workers.node.output import Lines, Output
-from penstock.workers.node.questions import Mailbox, NodeActors
 from penstock.workers.protocols import Publication
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
+
+MOST_BYTES = 1 << 18
+"""Largest output of one file in one look. The excess is left out of the middle, and counted."""
+STREAMS = {1: "out", 2: "err"}
+MARKERS = re.compile(r":(actor_name|job_id|task_name):")
+"""Pattern of lines that Ray writes into these files for itself."""
+
+Lines = list[tuple[str, str]]
+"""Lines, as stream and text."""
+
+
+@dataclass
+class _File:
+    path: Path
+    offset: int = 0
+    rest: bytes = b""
+    """Beginning of a line that is not whole yet."""
+
+    def take(self) -> list[str]:
+        """Whole lines since the last call."""
+        try:
+            with self.path.open("rb") as opened:
+                size = opened.seek(0, os.SEEK_END)
+                skipped = max(0, size - self.offset - MOST_BYTES)
+                opened.seek(self.offset + skipped)
+                data = opened.read(MOST_BYTES)
+        except OSError:
+            return []
+        self.offset += skipped + len(data)
+        if skipped:
+            self.rest = b""
+            data = data[data.find(b"\n") + 1 :]
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > MOST_BYTES:
+            whole, self.rest = [*whole, self.rest], b""
+        lines = [line.decode(errors="replace") for line in whole]
+        return [f"… {skipped:,} bytes left out …", *lines] if skipped else lines
+
+    def end(self) -> list[str]:
+        """Whole lines since the last call, and one that was never ended."""
+        lines, rest = self.take(), self.rest
+        self.rest = b""
+        return [*lines, rest.decode(errors="replace")] if rest else lines
+
+
+@dataclass
+class _ProcessOutput:
+    process: ProcessId
+    files: dict[str, _File] = field(default_factory=dict)
+    """Files by stream."""
+    is_alive: bool = True
+    """True if the process was alive at the last look."""
+
+
+class Output:
+    """Lifecycle: `take` now and then, from one thread at a time."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, list[_ProcessOutput]] = {}
+        """Processes by name: several have had a name, one after the other."""
+
+    def take(self, processes: Mapping[str, ProcessId]) -> dict[str, Lines]:
+        """Take the output of this node's members since the last call. `processes`: those that the caller knows of, by
+        name. A process's last output is taken after its death, and then the process is forgotten."""
+        for name, process in processes.items():
+            known = self._outputs.setdefault(name, [])
+            if all(one.process != process for one in known):
+                known.append(_ProcessOutput(process, _files_of(process)))
+        found = {}
+        for name in list(self._outputs):
+            lines: Lines = []
+            for one in self._outputs[name]:
+                one.is_alive = one.process.is_alive  # asked before its last output is read
+                for stream, file in one.files.items():
+                    lines += [(stream, text) for text in (file.take() if one.is_alive else file.end())]
+            self._outputs[name] = [
+                one for one in self._outputs[name] if one.is_alive or processes.get(name) == one.process
+            ]
+            if not self._outputs[name]:
+                del self._outputs[name]
+            if kept := [(stream, text) for stream, text in lines if text and not MARKERS.match(text)]:
+                found[name] = kept
+        return found
+
+
+def _files_of(process: ProcessId) -> dict[str, _File]:
+    """Output files of a process. None where it prints to no file, or where this process may not look."""
+    found: dict[str, _File] = {}
+    if not process.is_alive:
+        return found
+    for number, stream in STREAMS.items():
+        try:
+            path = Path(os.readlink(f"/proc/{process.pid}/fd/{number}"))
+        except OSError:
+            continue
+        if path.is_file() and all(file.path != path for file in found.values()):
+            found[stream] = _File(path)
+    return found
+
+
+class Mailbox:
+    """Questions to the controller. Lifecycle: `ask` by a caller, `take` and `answer` by the controller, `close`."""
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._asked = 0
+        self._taking: asyncio.Task[tuple[int, Any]] | None = None
+
+    async def ask(self, question: Any) -> Any:
+        """Ask; return the answer. None: the mailbox was closed before there was one."""
+        self._asked += 1
+        number, answer = self._asked, asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._waiting.put_nowait((number, question))
+        try:
+            return await answer
+        finally:
+            del self._answers[number]
+
+    async def take(self) -> tuple[int, Any]:
+        """Take the next question and its number. An earlier call that still waits is cancelled: another process drives
+        the run now."""
+        if self._taking is not None:
+            self._taking.cancel()
+        self._taking = taking = asyncio.create_task(self._waiting.get())
+        return await taking
+
+    def answer(self, number: int, answer: Any) -> None:
+        """Answer a question. Its caller may be gone."""
+        if (asking := self._answers.get(number)) is not None and not asking.done():
+            asking.set_result(answer)
+
+    def close(self) -> None:
+        for asking in self._answers.values():
+            if not asking.done():
+                asking.set_result(None)
+
+
+class NodeActors:
+    """The actors of a node. Lifecycle: `set` them, again whenever they change; `ask` any of them."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, Any] = {}
+
+    def set(self, handles: Mapping[str, Any]) -> None:
+        """Set all actors that are there now, by name."""
+        self._handles = dict(handles)
+
+    async def ask(self, method: str, names: Iterable[str], timeout_s: float) -> dict[str, Any]:
+        """Call actors without arguments; return their answers. An actor that does not answer in time, fails, or is not
+        known is left out; the controller learns the reason when it asks itself."""
+        known = {name: handle for name in names if (handle := self._handles.get(name)) is not None}
+        calls = {name: asyncio.create_task(_said(handle, method)) for name, handle in known.items()}
+        if calls:
+            await asyncio.wait(calls.values(), timeout=timeout_s)
+        try:
+            return {name: call.result() for name, call in calls.items() if call.done() and call.exception() is None}
+        finally:
+            for call in calls.values():
+                call.cancel()
+
+
+async def _said(handle: Any, method: str) -> Any:
+    return await getattr(handle, method).remote()
 
 
 class NodeAgent:

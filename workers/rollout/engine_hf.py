@@ -7,37 +7,294 @@ group; the event loop stays free. Where adapters are published it adds them to t
 runs between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the tokens before
 stays as it was. `generate_group` is the synchronous core, for straight-line programs. `sample` does the same with one
 of many adapters, which come by name and are exchanged between groups (`hf_adapters.py`).
+
+A group of responses to one prompt, as the hf engine samples it: what is asked for, and what has come of it.
+
+What transformers' models that see are called with: the prompt with its pictures, and each token after it.
+
+Positions are given with every call. A model's own are found by what it has read last: after a prompt with pictures, the
+tokens that follow a text without any would be placed as if it had some.
+
+The sampling distribution as pure functions of logits: temperature, min-p, top-k, top-p, in vLLM's order.
+
+Shapes: B sequences, V vocabulary.
+
+Adapters of the hf engine, by name: the one that is asked for is merged into the model's weights. Or whole models, of
+which the one that is asked for stands in their place.
+
+    use(a) ─▶ W of its layers stands for W + alpha / rank * B @ A ─▶ use(None) ─▶ W
+
+The model's own parameters are never written to: a layer is given another one while it is adapted. So the base comes
+back to the bit, and merged weights depend on nothing that was served in between. A head that shares its weights with
+the embedding is adapted alone.
 """
 
 import asyncio
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, WeightError, WorkerDied
-from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
+from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, UnknownAdapter, WeightError, WorkerDied
+from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.workers.calls.training_calls import AdapterState
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, check_seen
-from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.protocols import AdapterLimits, Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
-from penstock.workers.rollout.hf_adapters import HfAdapters
-from penstock.workers.rollout.hf_group import Request, Response
-from penstock.workers.rollout.hf_pictures import SeenPrompt
+from penstock.workers.rollout.named_adapters import check_adapter, check_whole, factors_of
 from penstock.workers.rollout.nonfinite import nonfinite
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after, score_prompt
-from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.routed_experts import RoutingRecorder
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from penstock.workers.weights.stored import check_model
+
+
+class HfAdapters:
+    """Lifecycle: `add`, `drop` and `find` from any thread; `use` and `set_aside` from the one that computes.
+
+    Memory: the adapters themselves, and a second copy of the layers that the one in use changes.
+    """
+
+    def __init__(self, lm: Any, limits: AdapterLimits | None) -> None:
+        self._lm, self._limits = lm, limits
+        self._states: dict[str, AdapterState] = {}
+        self._used: AdapterState | None = None
+        self._base: dict[str, torch.nn.Parameter] = {}
+        """The model's own weights that others stand for now, by their names."""
+        self._merged: dict[str, torch.nn.Parameter] = {}
+        """Room for other weights, which one adapter after the other takes."""
+
+    def names(self) -> list[str]:
+        return list(self._states)
+
+    def add(self, name: str, state: AdapterState) -> None:
+        """Keep an adapter; nothing for a name that is there. Raises `DataError` for layers that the model does not
+        have, and for a rank beyond the limits."""
+        if name not in self._states:
+            if state.spec.is_whole:
+                check_whole(name, state, {key: tuple(one.shape) for key, one in self._lm.named_parameters()})
+            else:
+                check_adapter(name, state, self._shape_of, self._limits)
+            self._states[name] = state.for_sampling()
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter, if it is there. One in use stays so until the next `use`."""
+        self._states.pop(name, None)
+
+    def find(self, name: str | None) -> AdapterState | None:
+        """The adapter, for `use`. Raises `UnknownAdapter`."""
+        if name is None:
+            return None
+        if name not in self._states:
+            raise UnknownAdapter(f"adapter {name!r}: the engine does not have it. Add it before you sample from it.")
+        return self._states[name]
+
+    @torch.inference_mode()
+    def use(self, state: AdapterState | None) -> None:
+        """Change the model's weights to those with an adapter, or to its own."""
+        if state is self._used:
+            return
+        for name, weight in self._base.items():
+            self._set(name, weight)
+        self._base = {}
+        if state is not None and state.spec.is_whole:
+            self._replace(state)
+        elif state is not None:
+            scale = state.spec.alpha / state.spec.rank
+            for layer, (a, b) in factors_of(state).items():
+                self._merge(layer, scale * (torch.from_numpy(b) @ torch.from_numpy(a)))
+        self._used = state
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Show the model's own weights within the block, which may change them. The room of merged ones is given
+        back."""
+        used = self._used
+        self.use(None)
+        self._merged.clear()
+        yield
+        self.use(used)
+
+    def _merge(self, layer: str, delta: torch.Tensor) -> None:
+        name = f"{layer}.weight"
+        base = self._lm.get_parameter(name)
+        self._stand_for(base, [name], base.float() + delta.to(base.device))
+
+    def _replace(self, state: AdapterState) -> None:
+        """Let a whole model's weights stand in the place of the model's own; a tied one in each of its places."""
+        places: dict[int, list[str]] = {}
+        for name, weight in self._lm.named_parameters(remove_duplicate=False):
+            places.setdefault(id(weight), []).append(name)
+        weights = dict(self._lm.named_parameters())
+        for name, values in state.weights().items():
+            self._stand_for(weights[name], places[id(weights[name])], torch.from_numpy(values))
+
+    def _stand_for(self, base: torch.nn.Parameter, names: list[str], values: torch.Tensor) -> None:
+        """Put values in the place of a weight, under all of these names of it."""
+        if names[0] not in self._merged:
+            self._merged[names[0]] = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
+        self._merged[names[0]].copy_(values)
+        for name in names:
+            self._base[name] = base
+            self._set(name, self._merged[names[0]])
+
+    def _set(self, name: str, weight: torch.nn.Parameter) -> None:
+        module, _, own = name.rpartition(".")
+        setattr(self._lm.get_submodule(module), own, weight)
+
+    def _shape_of(self, layer: str) -> tuple[int, int] | None:
+        try:
+            module = self._lm.get_submodule(layer)
+        except AttributeError:
+            return None
+        return (module.out_features, module.in_features) if isinstance(module, torch.nn.Linear) else None
+
+
+def sampling_logprobs(logits_BV: torch.Tensor, sampling: Sampling, banned: Sequence[int] = ()) -> torch.Tensor:
+    """The log-probabilities, `[B, V]` float32, of the distribution that is sampled from; -inf where truncated away.
+    `banned`: tokens that are never sampled, whose probability goes to the others before anything else is done.
+
+    At `temperature=0` (greedy) these are the model's own, as if the temperature were 1: the distribution itself would
+    be a point.
+    """
+    logits_BV = logits_BV.float()
+    if banned:
+        logits_BV = logits_BV.index_fill(-1, torch.tensor(banned, device=logits_BV.device), -torch.inf)
+    if sampling.temperature == 0:
+        return logits_BV.log_softmax(-1)
+    logits_BV = logits_BV / sampling.temperature
+    if sampling.min_p > 0:
+        logits_BV = _keep(logits_BV, logits_BV >= logits_BV.amax(-1, keepdim=True) + math.log(sampling.min_p))
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        logits_BV = _keep(logits_BV, logits_BV >= logits_BV.topk(sampling.top_k, -1).values[:, -1:])
+    if sampling.top_p < 1:
+        logits_BV = _nucleus(logits_BV, sampling.top_p)
+    return logits_BV.log_softmax(-1)
+
+
+def choose_tokens(logprobs_BV: torch.Tensor, uniforms_B: torch.Tensor | None) -> torch.Tensor:
+    """Choose token ids, `[B]` int64: by inverse distribution function from float64 uniforms in [0, 1), or the likeliest
+    for None."""
+    if uniforms_B is None:
+        return logprobs_BV.argmax(-1)
+    cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:]
+    below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    targets_B1 = torch.minimum(uniforms_B[:, None] * total_B1, below_total_B1)
+    last = logprobs_BV.shape[-1] - 1  # beyond it is only what has no numbers, which is told where it is written
+    return torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0].clamp(max=last)
+
+
+def draw_uniforms(num_samples: int, num_draws: int, seed: int | None) -> torch.Tensor:
+    """Draw `[num_samples, num_draws]` float64 in [0, 1). Row i comes from a generator of its own, seeded `seed + i`
+    (None: entropy)."""
+    rows = []
+    for index in range(num_samples):
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed + index)
+        rows.append(torch.rand(num_draws, generator=generator, dtype=torch.float64))
+    return torch.stack(rows)
+
+
+def _keep(logits_BV: torch.Tensor, mask_BV: torch.Tensor) -> torch.Tensor:
+    return logits_BV.masked_fill(~mask_BV, -torch.inf)
+
+
+def _nucleus(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the smallest set of likeliest tokens whose probabilities sum to at least top_p; always one."""
+    ascending_BV, order_BV = logits_BV.sort(-1)
+    dropped_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p
+    dropped_BV[:, -1] = False
+    return logits_BV.masked_fill(torch.zeros_like(dropped_BV).scatter(-1, order_BV, dropped_BV), -torch.inf)
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """Legend: B rows of a group, L tokens of the prompt."""
+
+    inputs: Mapping[str, torch.Tensor]
+    """Arguments of the forward pass of the prompt, beside its tokens."""
+    position: int
+    """Position of the first token after the prompt, on all axes (M-RoPE, arXiv 2409.12191)."""
+
+    @classmethod
+    def of(
+        cls, lm: Any, processor: PictureProcessor, prompt_ids: Sequence[int], pictures: PromptPictures | None
+    ) -> "SeenPrompt":
+        """Read a prompt. Raises `DataError` where tokens and pictures do not belong together."""
+        features, family = processor.checked_features(prompt_ids, pictures), processor.family
+        positions_1L = torch.arange(len(prompt_ids))[None]
+        position_ids = positions_1L.expand(3, 1, -1) if family.has_grids else positions_1L
+        inputs: dict[str, torch.Tensor] = {}
+        if features is not None and pictures is not None:
+            inputs = family.inputs(torch.from_numpy(features.pixel_values), torch.from_numpy(features.grid_thw))
+            if family.has_grids:
+                kinds_1L = torch.zeros(1, len(prompt_ids), dtype=torch.int32)
+                for offset, length in pictures.ranges:
+                    kinds_1L[0, offset : offset + length] = 1
+                ids_1L, grids = torch.tensor([list(prompt_ids)]), inputs["image_grid_thw"]
+                position_ids, _ = lm.model.get_rope_index(ids_1L, kinds_1L, image_grid_thw=grids)
+        inputs["position_ids"] = position_ids
+        return cls({name: value.to(lm.device) for name, value in inputs.items()}, int(position_ids.max()) + 1)
+
+    def later(self, num_before: int, num_rows: int) -> dict[str, torch.Tensor]:
+        """Arguments of the forward pass of the token that `num_before` sampled ones lie before."""
+        first = self.inputs["position_ids"]
+        shape = (*first.shape[:-2], num_rows, 1)
+        return {"position_ids": torch.full(shape, self.position + num_before, device=first.device)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the responses of a group are sampled by."""
+
+    prompt_ids: Sequence[int]
+    num_samples: int
+    sampling: Sampling
+    pictures: PromptPictures | None = None
+    is_over: threading.Event | None = None
+    """Set from another thread when the responses are no longer wanted."""
+    stop_ids: frozenset[int] = frozenset()
+    num_top: int = 0
+    """Likeliest tokens to be noted at each position."""
+
+
+@dataclass
+class Response:
+    """A row of a group while it grows."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    text: str | None = None
+    finish_reason: str | None = None
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    """Likeliest tokens at each position with their log-probabilities, where they are asked for."""
+    experts: list[bytes] = field(default_factory=list)
+    """Records of the tokens that were read for it, the prompt's in one."""
+
+    def sampled(self, num_top: int) -> SampledTokens:
+        top = None
+        if num_top:
+            ids, logprobs = zip(*self.top, strict=True)
+            top = TopTokens(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32))
+        return SampledTokens(self.token_ids, self.logprobs, self.finish_reason or "length", top)
+
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import pytest
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.reward_trial import try_rewards
+from penstock.orchestrator.configuration.validate import try_rewards
 
 pytestmark = pytest.mark.real
 

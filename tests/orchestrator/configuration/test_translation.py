@@ -15,10 +15,10 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.keys import sections
+from penstock.orchestrator.configuration.translate import as_yaml, read, translated
 from penstock.orchestrator.configuration.translation.rules import Framework, table
 from penstock.orchestrator.configuration.translation.trl import TRL
 from penstock.orchestrator.configuration.translation.verl import VERL
-from penstock.orchestrator.configuration.translation.view import as_yaml, read, translated
 
 PAGE = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()
 VERL_GSM8K = """set -x

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.weights_view import (
+from penstock.orchestrator.configuration.validate import (
     describe_times,
     describe_wait,
     describe_weights,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.membership.effective_time import EffectiveTime
+from penstock.orchestrator.membership.recoveries import EffectiveTime
 
 
 def training(num_engines: int = 4) -> EffectiveTime:

@@ -15,7 +15,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.network.handshake import new_token
-from penstock.orchestrator.cluster.fleet.roll_call import RollCall
+from penstock.orchestrator.cluster.fleet.fleet import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.membership.liveness import ALIVE, Liveness, VerdictKind

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.store.errors import LeaseSuperseded
 from penstock.store.ledger.leases import LeaseBook
-from penstock.store.ledger.stragglers import ENOUGH, RECENT, Stragglers
+from penstock.store.ledger.residents import ENOUGH, RECENT, Stragglers
 from tests.store.driver import Driver, facts_for, make_spec
 from tests.store.invariants import check_invariants
 

@@ -7,7 +7,7 @@ import asyncio
 from penstock.store.client.client import StoreClient
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.stragglers import ENOUGH
+from penstock.store.ledger.residents import ENOUGH
 from penstock.store.service.store import Store
 from penstock.store.service.waiting.waiters import Expiry
 from tests.store.driver import make_spec

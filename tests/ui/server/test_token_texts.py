@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.conf.model import FreshModelConfig
-from penstock.ui.open_run import TokenTexts
+from penstock.ui.answers import TokenTexts
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.prompts.tokenization import load_tokenizer
 

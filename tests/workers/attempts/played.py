@@ -12,7 +12,7 @@ from penstock.metering.meters import Meters
 from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
 from penstock.workers.fresh_model import EOS_ID, character_tokenizer
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.http.server import AttemptKeys
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.protocols import Completion, Sampling

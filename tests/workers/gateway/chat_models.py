@@ -10,8 +10,7 @@ from penstock.conf.errors import WorkerDied
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.conversation import Format
-from penstock.workers.gateway.formats.rendered import RenderedFormat
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import RenderedFormat, TemplateFormat
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.protocols import Completion, Sampling
 

@@ -19,11 +19,9 @@ from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
 from penstock.workers.fresh_model import EOS_ID
 from penstock.workers.gateway.formats.pictures import kept
-from penstock.workers.gateway.formats.rendered import make_format
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat, make_format
 from penstock.workers.gateway.http.server import AttemptKeys
-from penstock.workers.gateway.prompt_writer import PromptWriter
-from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
+from penstock.workers.gateway.turn_sampler import PromptWriter, TurnLimits, TurnSampler
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.tokenization import load_tokenizer

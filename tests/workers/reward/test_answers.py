@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.workers.reward.answers import last_box
-from penstock.workers.reward.functions import math_verify
+from penstock.workers.reward.functions import last_box, math_verify
 from tests.amounts import amount
 
 MATH500 = Path(__file__).parents[3] / ".." / "shared" / "data" / "math500" / "answers.txt"

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
 from penstock.workers.problems import Problems
-from penstock.workers.reward.answers import ungrouped
-from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym
+from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym, ungrouped
 from tests.amounts import amount
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"

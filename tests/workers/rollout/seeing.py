@@ -19,8 +19,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, PictureProcessor
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
+from penstock.workers.rollout.engine_hf import sampling_logprobs
 from penstock.workers.rollout.factory import make_engine
-from penstock.workers.rollout.sampling import sampling_logprobs
 from penstock.workers.trainer.models.sight import Sight
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.checkpoint_form import CheckpointForm

@@ -12,7 +12,7 @@ from penstock.workers.calls.sample_calls import SampleCall
 from penstock.workers.fresh_model import BOS, EOS_ID, character_vocabulary
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout import engine_vllm
-from penstock.workers.rollout.sampling import sampling_logprobs
+from penstock.workers.rollout.engine_hf import sampling_logprobs
 
 pytestmark = pytest.mark.real
 

@@ -14,7 +14,7 @@ from penstock.algorithms.graph.columns import SEEN_PICTURES
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import opened

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.store.client.client import StoreClient
-from penstock.store.ledger.stragglers import ENOUGH
+from penstock.store.ledger.residents import ENOUGH
 from penstock.store.service.store import Store
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.sandbox import cgroup, scope
+from penstock.workers.sandbox import cgroup
 from penstock.workers.sandbox.cgroup import Cgroup, parents
 from penstock.workers.sandbox.execution import MIB, Limits
 
@@ -73,7 +73,7 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroup, "_write", tree.write)
     monkeypatch.setattr(cgroup, "_removed", lambda directory: True)
     monkeypatch.setattr(cgroup, "_sweep", lambda parent: None)
-    monkeypatch.setattr(scope, "RUNNING", tmp_path / "no-systemd")
+    monkeypatch.setattr(cgroup, "RUNNING", tmp_path / "no-systemd")
     return tree
 
 
@@ -167,8 +167,8 @@ def systemd(tree, tmp_path, monkeypatch):
         return told
 
     monkeypatch.setenv("PATH", str(programs), prepend=":")
-    monkeypatch.setattr(scope, "RUNNING", programs)
-    monkeypatch.setattr(scope, "ANSWER_S", 60.0)  # a busy machine takes its time to start a program
+    monkeypatch.setattr(cgroup, "RUNNING", programs)
+    monkeypatch.setattr(cgroup, "ANSWER_S", 60.0)  # a busy machine takes its time to start a program
     tree.write(tree.top / "cgroup.subtree_control", "+memory +pids")
     tree.group("user.slice", divides="+memory +pids")
     lives_in(monkeypatch, tree, tree.group("user.slice/session-3.scope", processes="7\n"))
@@ -179,7 +179,7 @@ def systemd(tree, tmp_path, monkeypatch):
 def test_systemd_is_asked_for_a_scope_where_no_group_may_be_made(systemd, tree, monkeypatch):
     told = systemd("")
     made = tree.group("user.slice/penstock.scope")
-    monkeypatch.setattr(scope, "_entered", lambda pid, name, top: made)
+    monkeypatch.setattr(cgroup, "_entered", lambda pid, name, top: made)
     group = Cgroup.around(4711, LIMITS)
     assert group.directories == [made]
     assert (made / "cgroup.procs").read_text() == "", "systemd has put the process there"
@@ -202,6 +202,6 @@ def test_a_systemd_that_refuses_is_quoted(systemd):
 @pytest.mark.real
 def test_a_systemd_that_does_not_do_what_it_says_is_not_waited_for(systemd, monkeypatch):
     systemd("")
-    monkeypatch.setattr(scope, "ANSWER_S", 1.0)
+    monkeypatch.setattr(cgroup, "ANSWER_S", 1.0)
     with pytest.raises(OSError, match=r"systemd has put no process into penstock-sandbox|did not answer for 1 s"):
         Cgroup.around(os.getpid(), LIMITS)

@@ -16,7 +16,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.trainer.engines import deepspeed_runtime
+from penstock.workers.trainer.engines import deepspeed
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece, boxes
@@ -49,7 +49,7 @@ def engine() -> str:
 def engine_options(engine: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options of a `TrainerConfig`. ZeRO-3 keeps the norms gathered and shards the rest, small as it is; its own
     version of `linear`, which it puts into torch for good, goes when the test ends."""
-    monkeypatch.setattr(deepspeed_runtime, "PERSISTENT_ELEMENTS", FRESH.hidden_size)
+    monkeypatch.setattr(deepspeed, "PERSISTENT_ELEMENTS", FRESH.hidden_size)
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
     if engine != "fsdp":
         monkeypatch.setattr(gc, "collect", lambda *_: 0)  # which its reports of memory call

@@ -25,7 +25,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.models.model_files import INDEX, model_files
 from penstock.workers.trainer.assembly import assemble_trainer
 from penstock.workers.trainer.exported_files import check_exported
-from penstock.workers.trainer.exporting import plan_files
+from penstock.workers.trainer.publishing import plan_files
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
 from tests.model_files import load_model

@@ -21,9 +21,8 @@ from penstock.workers.trainer.engines import mesh, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.shared_rounds import Alone
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
+from penstock.workers.trainer.worker import Alone, ScorerWorker, TrainerWorker
 from tests.workers.trainer.conftest import as_reference
 
 Make = Callable[..., PolicyTrainer]

@@ -17,7 +17,7 @@ from penstock.workers.trainer.models.language_model import PolicyModel, hidden_s
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
-from penstock.workers.trainer.update.sharing import plan_trees
+from penstock.workers.trainer.update.minibatches import plan_trees
 from penstock.workers.trajectory import Trajectory, row_columns
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import ENGINES, copy_of_weights

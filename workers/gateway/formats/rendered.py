@@ -4,20 +4,280 @@
 The package reads what a family writes token by token, thinking and calls in the family's syntax. It knows which
 conversations go on with the tokens that were sampled (its "bridges"). It is used for
 `environment.gateway.format=FAMILY`.
+
+Conversations by the tokenizer's own chat template.
+
+A turn goes on with its sampled tokens as they are, never with their text encoded again. The template's text between
+them and the next answer is the difference of two of its texts:
+
+    template(before, answer)                   = A          what ends an answer: after a mark in one, such as <|im_end|>
+    template(before, answer, new, for answer)  = A + more
+
+A template that does not begin the second text with the first one has rewritten its history (some strip the thinking of
+earlier answers); then the sampled tokens cannot be continued. Thinking that is empty does not count, nor do line ends
+before an answer: Qwen3 writes that thinking into the last answer alone, Qwen3.5 into all answers since the last
+question, and Qwen3 strips line ends there; neither changes what was said.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
+
 from penstock.conf.environment import GatewayConfig
-from penstock.conf.errors import ConfigError, DataError, suggest
-from penstock.workers.gateway.formats.answers import Unreadable, checked_calls, split_thinking, strict_json, with_ids
-from penstock.workers.gateway.formats.conversation import Format, Message, ParsedAnswer, Tools, tool_call
+from penstock.conf.errors import ConfigError, DataError, ModelError, suggest
+from penstock.workers.gateway.formats.answers import (
+    EMPTY,
+    Found,
+    Unreadable,
+    begins_thinking,
+    checked_calls,
+    split_thinking,
+    strict_json,
+    with_ids,
+)
+from penstock.workers.gateway.formats.conversation import SHORT_ID, Format, Message, ParsedAnswer, Tools, tool_call
 from penstock.workers.gateway.formats.forced import forced_call
-from penstock.workers.gateway.formats.template import TemplateFormat
-from penstock.workers.gateway.formats.tool_support import AUTO
+from penstock.workers.gateway.formats.pictures import written_for_template
+from penstock.workers.gateway.formats.readers import IN_CHANNELS, READERS
+from penstock.workers.gateway.formats.tool_support import (
+    AUTO,
+    MARK,
+    QUESTION,
+    ToolSupport,
+    tool_support,
+    with_arguments_as_text,
+)
 from penstock.workers.trajectory import Turn, encodable
+
+NUM_BEFORE = 16
+"""Number of tokens at a prompt's end that show whether it has begun the thinking, however the text is cut into
+tokens."""
+OTHER_ENDINGS = ("<|eom_id|>",)
+"""Other tokens that end an answer: of Llama 3, where it calls a tool."""
+MISTRAL = "mistral"
+
+
+class TemplateFormat:
+    """The format of one tokenizer of transformers, or of an object with the same methods."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_format: str = AUTO,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> None:
+        """`tool_format`: `environment.gateway.tools`. `template_kwargs`: the template's arguments besides messages and
+        tools, such as enable_thinking. `in_parts`: the template gets lists of parts, as those of models that see read
+        them. Raises `ModelError` for a tokenizer without a chat template."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise ModelError(
+                "an environment needs a chat template, and the model's tokenizer has none: put chat_template.jinja "
+                "into its directory, or take a model that was trained to chat."
+            )
+        self._tokenizer = tokenizer
+        self._named_format = tool_format
+        self._template_kwargs, self._in_parts = dict(template_kwargs or {}), in_parts
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        return self._encode(self._text(messages, tools, for_answer=True))
+
+    def next_prompt_ids(
+        self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        so_far = [*before, _without_first_line_ends(turn.message)]
+        closed, going_on = self._text(so_far, tools), self._text([*so_far, *new], tools, for_answer=True)
+        written = [closed] if turn.message.get("reasoning_content") else _without_last(EMPTY, closed)
+        closed = next((text for text in written if going_on.startswith(text)), "")
+        if not closed:
+            return None
+        more = self._encode(self._ending_after(turn.message) + going_on[len(closed) :])
+        has_ended = turn.output_ids and turn.output_ids[-1] in (*more[:1], *self._other_ending_ids)
+        if more and has_ended:
+            more = more[1:]
+        return [*turn.prompt_ids, *turn.output_ids, *more]
+
+    def forced(self, tools: Tools, name: str) -> Mapping[str, Any]:
+        return forced_call(self.tool_format, tools, name)
+
+    def read(
+        self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0
+    ) -> ParsedAnswer:
+        text = str(self._tokenizer.decode(self._without_ending(token_ids, tools), skip_special_tokens=False))
+        before = str(self._tokenizer.decode(prompt_ids[-NUM_BEFORE:], skip_special_tokens=False))
+        thinking, said, (content, found, problem) = self._parts(text, tools, begun=begins_thinking(before))
+        message: dict[str, Any] = {"role": "assistant"}
+        if thinking is not None:
+            message["reasoning_content"] = thinking
+        if not tools:
+            return ParsedAnswer(message | {"content": said})
+        if len(found) > 1 and not self.tool_support.takes_several:
+            return ParsedAnswer(message | {"content": said}, (), "Make one call at a time.")
+        calls = with_ids(found, turn)
+        message["content"] = content
+        if calls:
+            message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
+        return ParsedAnswer(message, calls, problem)
+
+    def _parts(self, text: str, tools: Tools, *, begun: bool) -> tuple[str | None, str, Found]:
+        """The thinking, what was said, and what is read of that."""
+        if tools and self.tool_format in IN_CHANNELS:
+            rest, found, problem = READERS[self.tool_format](text, tools)
+            thinking, said = split_thinking(rest, begun=begun)
+            return thinking, said, (said, found, problem)
+        thinking, said = split_thinking(text, begun=begun)
+        return thinking, said, READERS[self.tool_format](said, tools) if tools else (said, [], "")
+
+    @cached_property
+    def tool_support(self) -> ToolSupport:
+        """What the template does with tools."""
+        return tool_support(self._rendered)
+
+    @cached_property
+    def tool_format(self) -> str:
+        """Name of the reader of calls: the one that was named, or the one that fits the template."""
+        return self.tool_support.format_of(self._named_format)
+
+    @cached_property
+    def refusal(self) -> str:
+        """The reason why no conversation with tools is taken; empty where they are."""
+        return self.tool_support.refusal(self._named_format)
+
+    def describe_tools(self) -> str:
+        """How calls are read, and what the template leaves out."""
+        return self.tool_support.describe(self._named_format)
+
+    @cached_property
+    def _ending(self) -> str:
+        """The text that the template writes directly after an answer."""
+        text = self._rendered([QUESTION, {"role": "assistant", "content": MARK}], ())
+        _, mark, ending = text.rpartition(MARK)
+        if not mark:
+            raise ModelError("the model's chat template leaves out what the assistant says: nothing can go on with it.")
+        return ending
+
+    def _ending_after(self, message: Message) -> str:
+        ending = self.tool_support.ending if message.get("tool_calls") else None
+        return self._ending if ending is None else ending
+
+    def _without_ending(self, token_ids: Sequence[int], tools: Tools) -> Sequence[int]:
+        ends = (self._tokenizer.eos_token_id, *self._ending_ids, *(self._call_ending_ids if tools else ()))
+        return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+
+    @cached_property
+    def _ending_ids(self) -> list[int]:
+        """Tokens that end an answer: what the template writes first behind it."""
+        return [*self._encode(self._ending or self._following)[:1], *self._other_ending_ids]
+
+    @cached_property
+    def _call_ending_ids(self) -> list[int]:
+        """The same of an answer that calls a tool."""
+        support = self.tool_support
+        return [] if support.ending is None else self._encode(support.ending or support.following)[:1]
+
+    @cached_property
+    def _following(self) -> str:
+        """The text that the template writes after an answer, where a question follows."""
+        try:
+            text = self._rendered([QUESTION, {"role": "assistant", "content": MARK}, QUESTION], ())
+        except DataError:
+            return ""
+        return text.rpartition(MARK)[2]
+
+    @cached_property
+    def _other_ending_ids(self) -> list[int]:
+        return [ids[0] for ending in OTHER_ENDINGS if len(ids := self._encode(ending)) == 1]
+
+    def _text(self, messages: Sequence[Message], tools: Tools, *, for_answer: bool = False) -> str:
+        if (tools or any(message.get("role") == "tool" for message in messages)) and self.refusal:
+            raise DataError(self.refusal)
+        written = [dict(message) for message in messages]
+        if any(message.get("tool_calls") for message in messages):
+            if self.tool_format == MISTRAL:
+                written = _with_short_ids(written)
+            if self.tool_support.arguments_as_text:
+                written = with_arguments_as_text(written)
+        return self._rendered(written, tools, for_answer=for_answer)
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools, *, for_answer: bool = False) -> str:
+        written = [dict(message) for message in messages]
+        try:
+            return self._applied(written, tools, for_answer)
+        except DataError as error:
+            bare = _without_words_beside_calls(written)
+            for other in (bare, _with_something_said(written), _with_something_said(bare)):
+                if other != written:
+                    with suppress(DataError):
+                        return self._applied(other, tools, for_answer)
+            raise error
+
+    def _applied(self, messages: list[dict[str, Any]], tools: Tools, for_answer: bool) -> str:
+        described = [dict(tool) for tool in tools] or None
+        messages = [written_for_template(message, in_parts=self._in_parts) for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=described, tokenize=False, add_generation_prompt=for_answer, **self._template_kwargs
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise DataError(f"the model's chat template does not take this conversation: {error}.") from error
+        return str(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
+
+
+def _without_last(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    """The text without the last 0, 1, 2, … places where the pattern is found."""
+    yield text
+    for match in reversed(list(pattern.finditer(text))):
+        text = text[: match.start()] + text[match.end() :]
+        yield text
+
+
+def _without_first_line_ends(message: Message) -> Message:
+    """The message as it is compared, in both texts, without line ends at its start; what follows it is the same."""
+    return {**message, "content": str(message.get("content") or "").lstrip("\n")}
+
+
+def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with short ids for calls that a client has made, which Mistral's templates need: by their order in the
+    conversation."""
+    short: dict[Any, str] = {}
+
+    def shortened(id: Any) -> str:
+        return id if SHORT_ID.fullmatch(str(id)) else short.setdefault(id, f"x{len(short):08d}")
+
+    written = []
+    for message in messages:
+        one = dict(message)
+        if one.get("tool_calls"):
+            one["tool_calls"] = [{**call, "id": shortened(call.get("id"))} for call in one["tool_calls"]]
+        if one.get("role") == "tool":
+            one["tool_call_id"] = shortened(one.get("tool_call_id"))
+        written.append(one)
+    return written
+
+
+def _without_words_beside_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without text beside calls, for templates that take only one of both in an answer. The sampled tokens
+    keep both, as long as a conversation goes on."""
+    return [dict(one) | ({"content": ""} if one.get("tool_calls") and one.get("content") else {}) for one in messages]
+
+
+def _with_something_said(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with a space for an empty answer, for templates that take none. The sampled tokens have no space."""
+
+    def is_of_nothing(one: Mapping[str, Any]) -> bool:
+        return one.get("role") == "assistant" and not one.get("content") and not one.get("tool_calls")
+
+    return [dict(one) | ({"content": " "} if is_of_nothing(one) else {}) for one in messages]
+
 
 TEMPLATE = "template"
 """Name of the format by the tokenizer's own template."""

@@ -7,17 +7,31 @@ Each call gets this rank's share of a request's data. What a request gets depend
 never on other requests: micro-batches are cut for it alone, and adapters are exchanged exactly.
 
 Legend: N targets of a micro-batch, B sequences of it.
+
+A slot for whole models: all weights that a model trains stand in the place of an adapter's, so that one who comes
+first, rests, is saved and is brought back as adapters are (`slot.py`).
+
+The base model's weights stay in the host's memory, for those that begin.
+
+Adapters of a rank by name: one in the slot, the others in the host's memory.
+
+    create ─▶ enter ─▶ the trainer computes ─▶ enter another: the first one is taken out, exactly as it is
+
+Weights, moments, gradients that wait for their step and the count of steps go with an adapter. All ranks make the same
+calls.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.conf.errors import ConfigError, DataError
+from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.workers.calls.training_calls import (
     WHOLE,
@@ -28,13 +42,156 @@ from penstock.workers.calls.training_calls import (
     ForwardOutput,
     LossCall,
 )
-from penstock.workers.trainer.adapters.bank import AdapterBank
-from penstock.workers.trainer.adapters.slot import AdapterSlot
-from penstock.workers.trainer.adapters.whole import WholeSlot
+from penstock.workers.trainer.adapters.slot import KINDS, WEIGHTS, AdapterSlot, Held, Slot
 from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.lora import ADAPTER
+from penstock.workers.trainer.engines.mesh import local
 from penstock.workers.trainer.models.output_layer import AdaptedOutputLayer
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import boxes
+
+
+@dataclass
+class Known:
+    """An adapter."""
+
+    spec: AdapterSpec
+    num_steps: int = 0
+    held: Held | None = None
+    """Its tensors; None: it is in the slot."""
+
+
+class AdapterBank:
+    """Adapters by name.
+
+    bank.create("mine", AdapterSpec(rank=8), None)
+    bank.enter("mine")            # it is in the slot
+    bank.state("mine")            # whole, on rank 0
+    """
+
+    def __init__(self, slot: Slot[Any], max_rank: int, ranks: Ranks) -> None:
+        """`max_rank`: `WHOLE` for a slot of whole models."""
+        self._slot, self._max_rank, self._ranks = slot, max_rank, ranks
+        self._known: dict[str, Known] = {}
+        self._present: str | None = None
+        """Name of the adapter in the slot."""
+
+    def create(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
+        """Make an adapter, in the place of one of that name; it is in the slot then. Raises `DataError` for a rank that
+        does not fit and a state of other tensors, having changed nothing."""
+        whole = {} if state is None else dict(state.tensors)
+        self._check(spec, state)
+        self._leave()
+        num_steps = 0 if state is None else state.num_steps
+        self._slot.fill(spec, whole, num_steps)
+        self._known[name], self._present = Known(spec, num_steps), name
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter, if there is one of that name."""
+        self._known.pop(name, None)
+        if self._present == name:
+            self._present = None
+
+    def enter(self, name: str) -> Known:
+        """Bring an adapter into the slot, if it is not there. Raises `DataError` for an unknown name."""
+        known = self._known.get(name)
+        if known is None:
+            raise DataError(f"there is no adapter {name!r}{suggest(name, self._known)}")
+        if self._present != name:
+            self._leave()
+            assert known.held is not None
+            self._slot.put(known.spec, known.held)
+            known.held, self._present = None, name
+        return known
+
+    def state(self, name: str) -> AdapterState | None:
+        """The whole state, on rank 0; None on others. Collective. Raises `DataError`."""
+        known = self.enter(name)
+        tensors: dict[str, np.ndarray] = {}
+        for kind in KINDS:
+            own = [
+                (f"{kind}/{box.name}", box.shape, box.corner, box.values.cpu().numpy())
+                for box in boxes(self._slot.pieces(known.spec, kind))
+            ]
+            for key, shape, corner, values in self._ranks.gather_first(own):
+                whole = tensors.setdefault(key, np.zeros(shape, np.float32))
+                whole[tuple(slice(first, first + n) for first, n in zip(corner, values.shape, strict=True))] = values
+        return AdapterState(known.spec, tensors, known.num_steps) if self._ranks.rank == 0 else None
+
+    def _leave(self) -> None:
+        """Take the present adapter out of the slot."""
+        if self._present is not None:
+            known = self._known[self._present]
+            known.held = self._slot.take(known.spec, known.num_steps)
+            self._present = None
+
+    def _check(self, spec: AdapterSpec, state: AdapterState | None) -> None:
+        lowest = min(1, self._max_rank)
+        if not lowest <= spec.rank <= self._max_rank:
+            raise DataError(
+                f"an adapter of rank {spec.rank}: ranks from {lowest} to {self._max_rank} are served. Ask for one of "
+                "them, or raise serve.max_rank."
+            )
+        parts = self._slot.parts_of(spec)
+        if not parts:
+            raise DataError("an adapter of no layers. Set one of train_attn, train_mlp and train_unembed.")
+        if state is None:
+            return
+        shapes = {part.name: part.shape(spec.rank) for part in parts}
+        for key, values in state.tensors.items():
+            kind, _, name = key.partition("/")
+            if kind not in KINDS or shapes.get(name) != tuple(values.shape):
+                raise DataError(
+                    f"the adapter's state has {key!r} of shape {list(values.shape)}; expected "
+                    f"{list(shapes[name]) if name in shapes else 'no such tensor'}. It is of another model or rank."
+                )
+        kinds = {key.partition("/")[0] for key in state.tensors}
+        for kind in sorted(kinds | {WEIGHTS}):
+            missing = [name for name in shapes if f"{kind}/{name}" not in state.tensors]
+            if missing:
+                raise DataError(f"the adapter's state lacks {kind}/{missing[0]!s}. It is of another model or adapter.")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model."""
+
+    name: str
+    """Name in the model's checkpoint."""
+    parameter: Any
+
+    @property
+    def is_cut_in_columns(self) -> bool:
+        return bool(self.parameter.ndim > 1)
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the parameter; there is no rank."""
+        return tuple(self.parameter.shape)
+
+
+class WholeSlot(Slot[Weight]):
+    """The slot of whole models."""
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        """`engine`: of a model whose weights are trained. Raises `ConfigError` for one whose checkpoint has its weights
+        in another form, such as experts one by one."""
+        super().__init__(engine)
+        trained = [(name, one) for name, one in engine.model.lm.named_parameters() if one.requires_grad]
+        for name, parameter in trained:
+            if [part.name for part in engine.form.parts(name, tuple(parameter.shape))] != [name]:
+                raise ConfigError(f"serve.full: {name} has another form in checkpoints; models of experts are not "
+                                  "served whole. Leave serve.full out.")  # fmt: skip
+        self.parts = [Weight(name, parameter) for name, parameter in trained]
+        self._base: dict[str, Tensor] = {
+            part.name: local(part.parameter).detach().to("cpu", copy=True) for part in self.parts
+        }
+
+    def parts_of(self, spec: AdapterSpec) -> list[Weight]:
+        return self.parts
+
+    def _begin(self, part: Weight, spec: AdapterSpec) -> None:
+        local(part.parameter).copy_(self._base[part.name])
 
 
 class SlotTrainer(DatumTrainer):

@@ -12,10 +12,9 @@ from rich.console import Console
 
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.cluster.cluster import look
-from penstock.orchestrator.configuration import placement_view
+from penstock.orchestrator.configuration import validate
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.placement_view import PlacementView
-from penstock.orchestrator.configuration.validate import validate_run
+from penstock.orchestrator.configuration.validate import PlacementView, validate_run
 from tests.orchestrator.cluster.placement.clusters import node, planned
 
 
@@ -55,7 +54,7 @@ def test_validate_says_who_goes_where_and_leaves_the_cluster(
 
 
 def test_validate_says_what_a_run_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_view, "look", lambda: [node(1, 1)])
+    monkeypatch.setattr(validate, "look", lambda: [node(1, 1)])
     plan, config = planned("cluster.wait_s=60")
     view = PlacementView.of(plan, config)
     assert view.found().startswith("the run waits for nodes for up to 60 s (cluster.wait_s): The run reserves")

@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.charts.chart import write_pngs
 from penstock.orchestrator.observability.charts.themes import charts_of
-from penstock.orchestrator.observability.reporting import embedded_pictures, report
+from penstock.orchestrator.observability.reporting import report
 from penstock.orchestrator.observability.reporting.closing import cards_of, next_steps, print_summary
 from penstock.orchestrator.observability.reporting.report import SCRIPT, script, static, write_report
 from penstock.orchestrator.observability.runs.columns import Columns
@@ -293,7 +293,7 @@ def test_large_pictures_are_embedded_small(tmp_path: Path) -> None:
 
 def test_pictures_that_are_too_much_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = picture(56, 84, 1), picture(56, 56, 2)
-    monkeypatch.setattr(embedded_pictures, "IN_ALL", len(one) + 1)
+    monkeypatch.setattr(report, "IN_ALL", len(one) + 1)
     task = json.dumps({"prompt": "<image>!"})
     text = with_pictures(make_run(tmp_path, 2), [[one], [other], [b"\x89PNG and no more"]], task=[task] * 3)
     assert embedded(text) == [one]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.orchestrator.observability.reporting.step_view import idle, plain_line, sparkline
+from penstock.orchestrator.observability.reporting.progress import idle, plain_line, sparkline
 
 
 def test_a_line_has_rates_and_who_waited() -> None:

@@ -9,7 +9,7 @@ import pytest
 from penstock.orchestrator.observability.differences import differing
 from penstock.orchestrator.observability.runs.found import RunLine, Runs, newest
 from penstock.orchestrator.observability.runs.own_files import last_lines
-from penstock.ui.open_run import OpenRun
+from penstock.ui.answers import OpenRun
 from tests.ui.made_runs import HERE, make_run, steps
 
 

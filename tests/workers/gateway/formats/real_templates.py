@@ -15,7 +15,7 @@ from mistral_common.tokens.tokenizers.base import TokenizerVersion
 
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import character_tokenizer
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.protocols import Completion, Sampling
 

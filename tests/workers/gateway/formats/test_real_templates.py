@@ -8,7 +8,7 @@ import pytest
 
 from penstock.conf.errors import DataError
 from penstock.workers.gateway.formats.answers import EMPTY
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.turn_sampler import TurnSampler
 from penstock.workers.trajectory import segments_of
 from tests.workers.gateway.chat_models import ADD

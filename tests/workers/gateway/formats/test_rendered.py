@@ -8,8 +8,7 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import character_tokenizer
-from penstock.workers.gateway.formats.rendered import RenderedFormat, make_format
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import RenderedFormat, TemplateFormat, make_format
 from penstock.workers.trajectory import segments_of
 from tests.workers.gateway.chat_models import ADD, QWEN3, Saying, call_text, ids_of, make_sampler, text_of, tokenizer
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.gateway.formats.pictures import kept
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.trajectory import Turn
 from tests.vision_models import picture
 from tests.workers.gateway.formats.real_templates import QWEN_MARKS, hermes_call, trl_template

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import DataError, ModelError
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.trajectory import Turn
 from tests.workers.gateway.chat_models import ADD, TEMPLATES, call_text, chat_format, ids_of, text_of, tokenizer
 

@@ -12,8 +12,7 @@ from penstock.conf.environment import TOOL_FORMATS, GatewayConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.gateway.formats.conversation import tool_call
 from penstock.workers.gateway.formats.readers import READERS
-from penstock.workers.gateway.formats.rendered import make_format
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat, make_format
 from penstock.workers.gateway.formats.tool_support import NAME, TOOL, tool_support
 from penstock.workers.trajectory import Turn
 from tests.workers.gateway.formats.real_templates import TRL_TEMPLATES, trl_tokenizer

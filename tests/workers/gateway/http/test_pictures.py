@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.http.server import MAX_BODY_BYTES, AttemptKeys, HttpServer
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.pictures.placeholders import PromptPictures

@@ -19,7 +19,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer

@@ -15,8 +15,7 @@ import torch
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
-from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
-from penstock.workers.trainer.engines.deepspeed_runtime import load_deepspeed, settings
+from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine, load_deepspeed, settings
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import assert_same, put_state, random_rows, whole_state
 

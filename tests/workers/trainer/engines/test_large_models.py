@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.trainer.checkpointing.shard_index import FORMAT, metadata_of
+from penstock.workers.trainer.checkpointing.shard_files import FORMAT, metadata_of
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.models.language_model import PolicyModel
 from penstock.workers.trainer.ranks import Ranks

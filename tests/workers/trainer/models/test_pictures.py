@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.observability.diagnosis.diagnosis import mismatch
 from penstock.orchestrator.observability.diagnosis.history import History
-from penstock.orchestrator.observability.diagnosis.rules import mismatch
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from penstock.workers.trainer.models.tree_attention import TreeAttention
+from penstock.workers.trainer.models.packed_attention import TreeAttention
 from penstock.workers.trainer.update.trees import Trees
 
 

@@ -21,7 +21,7 @@ from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer import publishing
-from penstock.workers.trainer.engines import deepspeed_runtime, fsdp
+from penstock.workers.trainer.engines import deepspeed, fsdp
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -134,10 +134,10 @@ def scenarios_of(engine: str) -> dict[str, dict[str, Any]]:
 @contextmanager
 def gathered_by_layer() -> Iterator[None]:
     """Small models are kept whole between forward and backward (FSDP2), or from step to step (ZeRO-3)."""
-    whole, persistent = fsdp.KEEP_WHOLE_BYTES, deepspeed_runtime.PERSISTENT_ELEMENTS
-    fsdp.KEEP_WHOLE_BYTES = deepspeed_runtime.PERSISTENT_ELEMENTS = 0
+    whole, persistent = fsdp.KEEP_WHOLE_BYTES, deepspeed.PERSISTENT_ELEMENTS
+    fsdp.KEEP_WHOLE_BYTES = deepspeed.PERSISTENT_ELEMENTS = 0
     yield
-    fsdp.KEEP_WHOLE_BYTES, deepspeed_runtime.PERSISTENT_ELEMENTS = whole, persistent
+    fsdp.KEEP_WHOLE_BYTES, deepspeed.PERSISTENT_ELEMENTS = whole, persistent
 
 
 def update(trainer: PolicyTrainer, rows: Rows, directory: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import MemoryCheckpointError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from penstock.workers.trainer.engines import deepspeed_runtime
+from penstock.workers.trainer.engines import deepspeed
 from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
 from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.memory_checkpoint.slots import steps_there
@@ -46,7 +46,7 @@ KILLED_AT = 7
 
 def run(rank: int, num_ranks: int, address: str, life: str, model: str, directory: Path) -> None:
     torch.set_num_threads(1)
-    deepspeed_runtime.PERSISTENT_ELEMENTS = FRESH.hidden_size
+    deepspeed.PERSISTENT_ELEMENTS = FRESH.hidden_size
     (directory / "states").mkdir(exist_ok=True)
     results: dict[str, Any] = {}
     made = []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.workers.weights.chain import puller, subscription
+from penstock.workers.weights.chain import relay, subscription
 from penstock.workers.weights.chain.base import Differences
 from penstock.workers.weights.chain.plan import Broadcast
 from penstock.workers.weights.chain.pull import ChunkTimes
@@ -106,12 +106,12 @@ def test_a_difference_that_comes_damaged_is_asked_for_whole(tmp_path: Path, monk
 
 def test_a_wrong_base_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were another version taken for the base, the digest of what is made of it would tell."""
-    true = puller.apply
+    true = relay.apply
 
     def of_another(made: bytes, base: memoryview, target: memoryview) -> None:
         true(made, memoryview(bytes(len(base))), target)
 
-    monkeypatch.setattr(puller, "apply", of_another)
+    monkeypatch.setattr(relay, "apply", of_another)
     with Cluster(tmp_path, plan_of(["x"], CHUNK_BYTES), ["a"], values=a_step_on) as cluster:
         for version in (1, 2, 3):
             cluster.begin(version)

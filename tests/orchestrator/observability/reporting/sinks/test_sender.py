@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.orchestrator.observability import differences
-from penstock.orchestrator.observability.reporting.sinks import sender as sender_module
+from penstock.orchestrator.observability.reporting.sinks import sink as sender_module
 from penstock.orchestrator.observability.reporting.sinks import tracker, trackers
 from penstock.orchestrator.observability.reporting.sinks.tracker import End, NewSteps
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import (
