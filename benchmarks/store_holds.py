@@ -32,9 +32,9 @@ from penstock.store.data.layout import Inline, Placed, SentBatch
 from penstock.store.data.remote.nodes import RowsNode, RowsNodes
 from penstock.store.data.segments import Segments
 from penstock.store.ledger.facts import Facts
-from penstock.store.service.actor import GC_THRESHOLD
 from penstock.store.service.report import StoreMeter
 from penstock.store.service.store import Store
+from penstock.store.service.store_actor import GC_THRESHOLD
 from tests.store.invariants import check_invariants
 
 SIZE, PUT, SOME = 8, 512, 64

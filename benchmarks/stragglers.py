@@ -24,7 +24,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
 
 NUM_ENGINES, GROUPS, SAMPLES, MEDIAN_TOKENS, SPREAD = 4, 16, 4, 100, 0.4
 TOKENS_PER_S = 500.0

@@ -50,7 +50,7 @@ from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.reward.result import RewardError
-from penstock.workers.reward.worker import responses_of
+from penstock.workers.reward.reward_worker import responses_of
 
 
 class PromptStream:

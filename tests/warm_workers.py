@@ -82,11 +82,11 @@ MODULES = (
     "penstock.workers.trainer.checkpointing.saver",
     "penstock.workers.rollout.engine_hf",
     "penstock.orchestrator.run",
-    "penstock.workers.rollout.actor",
-    "penstock.workers.prompts.actor",
-    "penstock.workers.reward.actor",
-    "penstock.workers.compute.actor",
-    "penstock.store.service.actor",
+    "penstock.workers.rollout.rollout_actor",
+    "penstock.workers.prompts.prompts_actor",
+    "penstock.workers.reward.reward_actor",
+    "penstock.workers.compute.compute_actor",
+    "penstock.store.service.store_actor",
 )
 VLLM_MODULES = (
     "vllm.v1.engine.async_llm",

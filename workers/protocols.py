@@ -1,7 +1,7 @@
 """The interfaces of the roles. Each has a real implementation and a deterministic fake, held to the same tests.
 
-The loop that calls an engine is `workers/rollout/worker.py`; the one that calls a trainer is
-`workers/trainer/worker.py`.
+The loop that calls an engine is `workers/rollout/rollout_worker.py`; the one that calls a trainer is
+`workers/trainer/trainer_worker.py`.
 """
 
 import math

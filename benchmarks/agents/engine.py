@@ -10,14 +10,14 @@ import ray
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.attempts.actor import ask
+from penstock.workers.attempts.attempts_actor import ask
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.gateway.formats.rendered import TemplateFormat
 from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, Sampling
-from penstock.workers.rollout.actor import Rollout, RolloutSpec
+from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
 
 MODEL = FreshModelConfig(
     num_layers=8, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4, max_position_embeddings=2048

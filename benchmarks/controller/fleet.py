@@ -22,8 +22,8 @@ from penstock.orchestrator.cluster.placement.assignment import Assignment, assig
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.ray_calls import answers
-from penstock.store.service.actor import STORE
 from penstock.store.service.server import Endpoint
+from penstock.store.service.store_actor import STORE
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.weights.publication.room import SharedMemory
 

@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from benchmarks.peers.channel import Channel
 from benchmarks.peers.penstock_store import make_spec
 from penstock.store.client.client import StoreClient
-from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.service.store import Store
+from penstock.store.service.store_actor import create_store_actor, end_store_actor
 
 Request = dict[str, Any]
 SPEC = make_spec({"op": "put", "batch": 64})

@@ -24,7 +24,7 @@ from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
 from penstock.workers.reward.response import Response
 from penstock.workers.reward.result import RewardResult
-from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.rollout.rollout_worker import sample_seed
 from penstock.workers.trajectory import REJECTED
 
 ITSELF = "heldout"

@@ -16,10 +16,10 @@ from penstock.orchestrator.control.evaluation import play_timeout_s
 from penstock.orchestrator.loops.policy import Prompt
 from penstock.store.data.rows import Rows
 from penstock.store.spec import given
-from penstock.workers.attempts.worker import ERROR_WINDOW, AttemptColumns
+from penstock.workers.attempts.attempts_worker import ERROR_WINDOW, AttemptColumns
 from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
-from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.rollout.rollout_worker import sample_seed
 from penstock.workers.trajectory import FAILED, Trajectory
 
 

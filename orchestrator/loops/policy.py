@@ -32,7 +32,7 @@ from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
 from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
 from penstock.workers.protocols import Completion, Loss, Sampling
-from penstock.workers.rollout.worker import response_columns, sample_seed
+from penstock.workers.rollout.rollout_worker import response_columns, sample_seed
 
 NOT_FINITE = "dropped/not_finite"
 """Metric: rows that an update left out."""

@@ -30,7 +30,7 @@ from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import PRESENT_S, answer, look, outcomes
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.store.service.actor import STORE
+from penstock.store.service.store_actor import STORE
 from penstock.workers.trainer.report import StepReport
 
 ROLE, STAGE = "store", "train"

@@ -22,7 +22,7 @@ from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.store.errors import StoreError, StoreUnreachable
-from penstock.store.service.actor import STORE
+from penstock.store.service.store_actor import STORE
 
 CatchUp = Callable[[Handles], Awaitable[None]]
 LOOK_S = 0.1

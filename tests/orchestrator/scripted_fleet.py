@@ -43,7 +43,7 @@ from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine

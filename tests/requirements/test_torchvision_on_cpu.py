@@ -55,7 +55,7 @@ def test_a_process_that_needs_no_torchvision_imports_neither_it_nor_torch() -> N
 def test_the_projects_own_modules_import_torchvision_nowhere_by_themselves() -> None:
     told = run(
         "import sys\n"
-        "import penstock.orchestrator.run, penstock.workers.prompts.opening, penstock.workers.rollout.worker\n"
+        "import penstock.orchestrator.run, penstock.workers.prompts.opening, penstock.workers.rollout.rollout_worker\n"
         "import penstock.workers.rollout.engine_vllm, penstock.workers.rollout.engine_hf\n"
         "print('torchvision' in sys.modules)"
     )

@@ -19,8 +19,8 @@ from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox.execution import Limits, Value
 from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.sandbox.sandbox_worker import Worker
 from penstock.workers.sandbox.usage import descendants
-from penstock.workers.sandbox.worker import Worker
 from tests.processes import GONE_S, seen, wait_until_gone
 from tests.sandbox.conftest import in_a_loop
 from tests.virtual_time import put_forward, run_ahead
@@ -66,8 +66,8 @@ def wait_for_children(pid: int) -> list[int]:
 
 @in_a_loop
 async def test_a_fence_that_is_given_up_before_it_is_ready_leaves_nothing(monkeypatch):
-    monkeypatch.setattr("penstock.workers.sandbox.worker.START_S", 0.5)
-    monkeypatch.setattr("penstock.workers.sandbox.worker.KEEPER", Path(__file__).with_name("silent.py"))
+    monkeypatch.setattr("penstock.workers.sandbox.sandbox_worker.START_S", 0.5)
+    monkeypatch.setattr("penstock.workers.sandbox.sandbox_worker.KEEPER", Path(__file__).with_name("silent.py"))
     processes: list[ProcessId] = []
     close = Worker.close
 
@@ -183,7 +183,7 @@ async def test_closing_ends_what_runs():
 
 @in_a_loop
 async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
-    monkeypatch.setattr("penstock.workers.sandbox.worker.GRACE_S", 0.2)
+    monkeypatch.setattr("penstock.workers.sandbox.sandbox_worker.GRACE_S", 0.2)
     async with Sandbox() as sandbox:
         (worker,) = sandbox.alive
         keeper = signal_keeper(worker, signal.SIGSTOP)

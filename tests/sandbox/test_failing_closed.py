@@ -18,7 +18,7 @@ from penstock.conf.errors import ConfigError, SandboxUnavailable
 from penstock.workers.reward.code import sandbox
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.sandbox import cgroup, check, fence, seccomp, worker
+from penstock.workers.sandbox import cgroup, check, fence, sandbox_worker, seccomp
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.sandbox import Sandbox
@@ -101,8 +101,8 @@ async def test_an_interpreter_that_does_not_start_is_not_waited_for(marker):
 
 @in_a_loop
 async def test_a_keeper_that_says_nothing_is_not_waited_for_forever(marker, monkeypatch):
-    monkeypatch.setattr(worker, "START_S", 0.3)
-    monkeypatch.setattr(worker, "KEEPER", Path(__file__).with_name("silent.py"))
+    monkeypatch.setattr(sandbox_worker, "START_S", 0.3)
+    monkeypatch.setattr(sandbox_worker, "KEEPER", Path(__file__).with_name("silent.py"))
     assert "TimeoutError" in await refused(marker)
 
 
@@ -167,7 +167,7 @@ async def test_root_inside_must_not_be_root_outside(marker, monkeypatch):
 
 @in_a_loop
 async def test_a_machine_whose_calls_are_not_listed_is_refused(marker, monkeypatch):
-    monkeypatch.setattr(worker.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(sandbox_worker.platform, "machine", lambda: "riscv64")
     assert "riscv64" in await refused(marker)
 
 
@@ -192,7 +192,7 @@ async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monke
     tried = []
 
     async def noted(worker, machine):
-        tried.append(worker.cgroup is not None)
+        tried.append(sandbox_worker.cgroup is not None)
 
     def refuses(pid, limits):
         raise OSError("no room for another")

@@ -14,7 +14,7 @@ from penstock.workers.sandbox import cgroup, usage
 from penstock.workers.sandbox.execution import MIB, Ending, Limits, Value
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.sandbox.worker import Worker
+from penstock.workers.sandbox.sandbox_worker import Worker
 from tests.sandbox.conftest import HUNGRY, in_a_loop
 
 pytestmark = pytest.mark.real

@@ -9,7 +9,7 @@
 
 The root has the same path on every node, so a process that is told of a file need not know a node's directories.
 However the agent ends, the root is removed: by `close`, or by a separate process if the agent is killed. Plain Python;
-`actor.py` is the shell.
+`node_actor.py` is the shell.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The result of scoring one sample: a `Reward`, a `RewardError` that says why there is none, or None for a sample that
 the function does not count.
 
-It is made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`. A
-process reports it to its pool by messages: short lines of JSON, checked before they are used.
+`child.py` makes it in a process of the pool, `pool.py` carries it, `reward_worker.py` counts and reports it. A process
+reports it to its pool by messages: short lines of JSON, checked before they are used.
 
     ["ready", order] or ["refused", text]                                     once
     ["score", index, number, accuracy or null], ["none", index] or ["error", index, kind, text] …,

@@ -17,8 +17,8 @@ from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import probe
 from penstock.workers.sandbox.execution import MIB, Limits, Value, results_of
 from penstock.workers.sandbox.fence import DEVICES, Machine
+from penstock.workers.sandbox.sandbox_worker import Worker
 from penstock.workers.sandbox.usage import descendants, memory_of
-from penstock.workers.sandbox.worker import Worker
 
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup", "mnt")
 HIDDEN = (

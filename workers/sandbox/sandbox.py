@@ -27,7 +27,7 @@ from penstock.workers.sandbox.execution import (
     results_of,
 )
 from penstock.workers.sandbox.fence import Machine
-from penstock.workers.sandbox.worker import Worker
+from penstock.workers.sandbox.sandbox_worker import Worker
 
 _LOG = logging.getLogger("penstock")
 

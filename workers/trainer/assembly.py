@@ -38,9 +38,9 @@ from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
 from penstock.workers.trainer.token_recorder import PLACES
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.trainer_worker import ScorerWorker, TrainerWorker
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.sequences import without_old_turns
-from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 T = TypeVar("T")
 NUM_ROWS, NUM_TOKENS = 8, 127

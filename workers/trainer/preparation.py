@@ -18,7 +18,7 @@ import numpy as np
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.store.data.rows import Rows
-from penstock.workers.compute.worker import ComputeWorker
+from penstock.workers.compute.compute_worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
 from penstock.workers.trainer.checkpointing.plain_data import states_from_text, states_to_text
 from penstock.workers.trainer.replay import Replay

@@ -20,19 +20,19 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_ar
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
-from penstock.workers.attempts.actor import Environments, EnvironmentSpec
-from penstock.workers.attempts.worker import AttemptColumns
-from penstock.workers.compute.actor import Compute
+from penstock.workers.attempts.attempts_actor import Environments, EnvironmentSpec
+from penstock.workers.attempts.attempts_worker import AttemptColumns
+from penstock.workers.compute.compute_actor import Compute
 from penstock.workers.judging import JudgeSpec
 from penstock.workers.node.file_service import FileSet
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.prompts.actor import Prompts
+from penstock.workers.prompts.prompts_actor import Prompts
 from penstock.workers.protocols import AdapterLimits, EngineSpec
-from penstock.workers.reward.actor import Reward, RewardPlan
-from penstock.workers.reward.worker import RewardStage
-from penstock.workers.rollout.actor import Rollout, RolloutSpec
-from penstock.workers.trainer.actor import Scorer, Trainer
+from penstock.workers.reward.reward_actor import Reward, RewardPlan
+from penstock.workers.reward.reward_worker import RewardStage
+from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 from penstock.workers.user_code import file_of, with_file
 
 READERS = ("rollout", "trainer", "scorer", "reward", "environment")

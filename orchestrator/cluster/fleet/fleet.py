@@ -44,7 +44,7 @@ from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
 from penstock.orchestrator.cluster.ray_calls import Handles, answers, get_all, in_thread, outcomes
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.store.service.actor import STORE
+from penstock.store.service.store_actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 from penstock.workers.node.file_service import FileSet
 

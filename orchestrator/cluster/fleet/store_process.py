@@ -11,7 +11,7 @@ from penstock.orchestrator.cluster.nodes.agents import NodeAgents
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import origin_of
 from penstock.orchestrator.cluster.ray_calls import answer, outcomes
-from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
+from penstock.store.service.store_actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 
 DEAD_S = 1.0

@@ -23,8 +23,8 @@ from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.store.data.remote.nodes import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
-from penstock.workers.node.actor import NodeAgent as Agent
 from penstock.workers.node.agent import NodeFacts
+from penstock.workers.node.node_actor import NodeAgent as Agent
 
 MANY_CALLS = 1_000
 

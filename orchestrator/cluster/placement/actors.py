@@ -15,7 +15,7 @@ from penstock.conf.reward import has_own_judge
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, shares_gpus
 from penstock.metering.ray_export import Origin
-from penstock.store.service.actor import STORE
+from penstock.store.service.store_actor import STORE
 from penstock.workers.reward.needs import needs_answer
 
 RUN_PREFIX = "penstock-"

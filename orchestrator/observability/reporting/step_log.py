@@ -21,7 +21,7 @@ from penstock.orchestrator.observability.reporting.metrics import (
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.reward.worker import LOGGED_COUNT, LOGGED_SUM
+from penstock.workers.reward.reward_worker import LOGGED_COUNT, LOGGED_SUM
 from penstock.workers.trainer.report import StepReport
 
 QUICK_S = 60.0

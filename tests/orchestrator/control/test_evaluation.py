@@ -18,7 +18,7 @@ from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.reward.response import Response
 from penstock.workers.reward.result import Reward, RewardResult
-from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.rollout.rollout_worker import sample_seed
 from penstock.workers.trajectory import Trajectory
 from tests.fakes.actors import FakeHandle
 from tests.workers.attempts.played import ScriptedEngines, make_runner

@@ -48,7 +48,7 @@ def make(cluster: str) -> Iterator[Make]:
 @pytest.fixture
 def agent(make: Make, tmp_path: Path) -> Iterator[tuple[Any, str]]:
     """And where processes write their stacks."""
-    from penstock.workers.node.actor import NodeAgent
+    from penstock.workers.node.node_actor import NodeAgent
 
     handle = make(NodeAgent, str(tmp_path / "penstock-run"), new_token(), None, None, None)
     ray.get(handle.facts.remote())
@@ -58,7 +58,7 @@ def agent(make: Make, tmp_path: Path) -> Iterator[tuple[Any, str]]:
 
 def rollout(make: Make) -> Any:
     from penstock.workers.protocols import EngineSpec
-    from penstock.workers.rollout.actor import Rollout, RolloutSpec
+    from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
 
     return make(Rollout, RolloutSpec("Rollout-1", EngineSpec(RolloutConfig(engine="scripted")), 0, 2))
 
@@ -131,9 +131,9 @@ def test_an_agent_tells_what_its_neighbours_say_except_for_a_stopped_one(make: M
 
 def test_every_light_actor_says_who_it_is_and_what_it_is_at(make: Make, agent: tuple[Any, str]) -> None:
     from penstock.algorithms.graph.dataflow import Dataflow
-    from penstock.workers.compute.actor import Compute
-    from penstock.workers.prompts.actor import Prompts
-    from penstock.workers.reward.actor import Reward, RewardPlan
+    from penstock.workers.compute.compute_actor import Compute
+    from penstock.workers.prompts.prompts_actor import Prompts
+    from penstock.workers.reward.reward_actor import Reward, RewardPlan
 
     def advantage(reward: Any) -> Any:
         return reward
@@ -156,10 +156,10 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
     from penstock.conf.model import FreshModelConfig
     from penstock.conf.trainer import TrainerConfig
     from penstock.store.client.client import StoreClient
-    from penstock.store.service.actor import create_store_actor, end_store_actor
+    from penstock.store.service.store_actor import create_store_actor, end_store_actor
     from penstock.workers.fresh_model import build_fresh_model
-    from penstock.workers.trainer.actor import Trainer
     from penstock.workers.trainer.spec import TrainerSpec
+    from penstock.workers.trainer.trainer_actor import Trainer
 
     model = FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1)
     build_fresh_model(tmp_path / "model", model, seed=1)

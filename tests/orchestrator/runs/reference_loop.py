@@ -23,7 +23,7 @@ from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.reward.functions import digits
 from penstock.workers.rollout.engine_hf import HfEngine
-from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.rollout.rollout_worker import sample_seed
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.update.batching import plan
 from tests.orchestrator.runs.digits_game import share_of_digits

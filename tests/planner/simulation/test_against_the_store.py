@@ -17,7 +17,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
 from tests.planner.simulation.played import config_of, play
 from tests.virtual_time import run_virtually
 

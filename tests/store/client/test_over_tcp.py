@@ -30,7 +30,7 @@ ANSWER_S = 300.0
 
 @pytest.fixture(scope="module")
 def handle(cluster: str) -> Iterator[Any]:
-    from penstock.store.service.actor import create_store_actor, end_store_actor
+    from penstock.store.service.store_actor import create_store_actor, end_store_actor
 
     handle = create_store_actor(make_spec(lease_timeout_s=600.0, max_active_groups=8, max_staleness=3), "elsewhere")
     yield handle

@@ -29,7 +29,7 @@ LEASE_TIMEOUT_S = 600.0
 
 @pytest.fixture
 def handle(cluster: str, request: pytest.FixtureRequest) -> Iterator[Any]:
-    from penstock.store.service.actor import create_store_actor, end_store_actor
+    from penstock.store.service.store_actor import create_store_actor, end_store_actor
 
     handle = create_store_actor(make_spec(lease_timeout_s=LEASE_TIMEOUT_S), "store-test", name=request.node.name)
     yield handle
@@ -164,7 +164,7 @@ def test_synchronous_clients_speak_to_the_actor(handle: Any) -> None:
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_stores_directories_are_its_own_and_go_with_it(cluster: None, tmp_path: Path, killed: bool) -> None:
     """Two on the same disk, as of two runs or users; one of them is killed by what ends processes out of memory."""
-    from penstock.store.service.actor import create_store_actor, end_store_actor
+    from penstock.store.service.store_actor import create_store_actor, end_store_actor
 
     spec = make_spec(spill_dir=str(tmp_path / "disk"), shared_bytes=1000, inline_bytes=1000)
     names = [f"/dev/shm/penstock-{uuid.uuid4().hex}" for _ in range(2)]

@@ -92,7 +92,7 @@ class History:
     """One store, two workers and the controller, which is this process. Made, then some `event`s, then `end`."""
 
     def __init__(self, dice: random.Random, disk: Path) -> None:
-        from penstock.store.service.actor import create_store_actor
+        from penstock.store.service.store_actor import create_store_actor
 
         self.dice, self.disk = dice, disk
         name = uuid.uuid4().hex
@@ -277,7 +277,7 @@ def files_below(place: Path) -> list[Path]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_row_is_lost_and_none_trained_twice_whoever_is_killed(cluster: str, tmp_path: Path, seed: int) -> None:
-    from penstock.store.service.actor import end_store_actor
+    from penstock.store.service.store_actor import end_store_actor
 
     history = History(random.Random(seed), tmp_path)
     try:
@@ -292,7 +292,7 @@ def test_no_row_is_lost_and_none_trained_twice_whoever_is_killed(cluster: str, t
 
 def test_a_waiting_call_of_a_killed_worker_gets_nothing(cluster: str) -> None:
     """The worker's lease would be a ghost until it ran out."""
-    from penstock.store.service.actor import create_store_actor, end_store_actor
+    from penstock.store.service.store_actor import create_store_actor, end_store_actor
 
     store = create_store_actor(make_spec(lease_timeout_s=300.0), "ghosts")
     worker = ray.remote(num_cpus=0)(Worker).remote(store, "doomed", None)

@@ -12,9 +12,9 @@ import pytest
 from penstock.conf.environment import EnvironmentConfig, GatewayConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.attempts import actor
-from penstock.workers.attempts.actor import Environments, EnvironmentSpec
-from penstock.workers.attempts.worker import AttemptColumns
+from penstock.workers.attempts import attempts_actor
+from penstock.workers.attempts.attempts_actor import Environments, EnvironmentSpec
+from penstock.workers.attempts.attempts_worker import AttemptColumns
 from penstock.workers.machine.processes import children
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import Saying, tokenizer
@@ -35,7 +35,7 @@ class Idle:
 def test_the_configuration_decides_whose_temperature_counts(
     sampling: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "load_tokenizer", lambda path: tokenizer())
+    monkeypatch.setattr(attempts_actor, "load_tokenizer", lambda path: tokenizer())
     (tmp_path / "idle.py").write_text(CODE)
     config = EnvironmentConfig(name=f"{tmp_path}/idle.py:Idle", gateway=GatewayConfig(sampling=sampling))
 
@@ -72,8 +72,8 @@ class Echo:
 
 def test_a_set_of_evaluation_is_played_with_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One environment is made for each set of options, when it is first asked for."""
-    monkeypatch.setattr(actor, "load_tokenizer", lambda path: tokenizer())
-    monkeypatch.setattr(actor, "EnginePool", lambda ask, timeout_s: Pool())
+    monkeypatch.setattr(attempts_actor, "load_tokenizer", lambda path: tokenizer())
+    monkeypatch.setattr(attempts_actor, "EnginePool", lambda ask, timeout_s: Pool())
     (tmp_path / "echo.py").write_text(OPTIONS)
     config = EnvironmentConfig(name=f"{tmp_path}/echo.py:Echo", options={"word": "base"})
 
@@ -115,7 +115,7 @@ def test_its_end_is_that_of_what_the_environment_started_and_of_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the process has started before is somebody else's: servers of its notebook, other tests' clusters."""
-    monkeypatch.setattr(actor, "load_tokenizer", lambda path: tokenizer())
+    monkeypatch.setattr(attempts_actor, "load_tokenizer", lambda path: tokenizer())
     (tmp_path / "leaves.py").write_text(CODE)
 
     def sleeping() -> set[str]:

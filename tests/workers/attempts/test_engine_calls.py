@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied
-from penstock.workers.attempts.actor import ask
+from penstock.workers.attempts.attempts_actor import ask
 from penstock.workers.gateway.engines import EnginePool
 from penstock.workers.protocols import Completion, Sampling
 

@@ -17,7 +17,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.compute.worker import ComputeWorker
+from penstock.workers.compute.compute_worker import ComputeWorker
 from penstock.workers.lifecycle.progress import COMPUTING, Phases
 
 ROWS = {

@@ -13,9 +13,9 @@ from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.workers.lifecycle.serving import Serving
 from penstock.workers.protocols import Completion, EngineSpec, Sampling
-from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
+from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
 from tests.store.driver import make_spec
 from tests.store.own_process import store_process
 from tests.store.players import Served as Version

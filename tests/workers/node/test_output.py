@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.machine.processes import ProcessId
-from penstock.workers.node.actor import MOST_BYTES, Output
+from penstock.workers.node.node_actor import MOST_BYTES, Output
 
 TALKER = "import sys\nfor line in sys.stdin:\n  exec(line)\n  sys.stdout.flush(); print('done', file=sys.__stderr__)"
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.workers.node.actor import Mailbox, NodeActors
+from penstock.workers.node.node_actor import Mailbox, NodeActors
 from tests.fakes.actors import FakeHandle, never
 
 

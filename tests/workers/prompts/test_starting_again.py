@@ -16,8 +16,8 @@ from penstock.conf.run import RunConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
-from penstock.workers.prompts.actor import Prompts
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
+from penstock.workers.prompts.prompts_actor import Prompts
 from penstock.workers.prompts.source import PromptSource
 from tests.amounts import amount
 from tests.store.driver import make_spec
@@ -202,7 +202,7 @@ def test_an_actor_that_is_given_another_store_goes_on_after_what_that_one_has(
     def opened(config: RunConfig, model_path: str, **more: object) -> PromptSource:
         return following(path, "skip")
 
-    monkeypatch.setattr("penstock.workers.prompts.actor.open_source", opened)
+    monkeypatch.setattr("penstock.workers.prompts.prompts_actor.open_source", opened)
 
     async def main() -> None:
         prompts = Prompts(config, "", "prompts")

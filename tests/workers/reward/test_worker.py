@@ -19,7 +19,7 @@ from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardError
-from penstock.workers.reward.worker import RewardWorker
+from penstock.workers.reward.reward_worker import RewardWorker
 from tests.metering.measured import measured
 
 GROUP = 4

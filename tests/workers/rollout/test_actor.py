@@ -10,9 +10,9 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.store.service.store import Store
 from penstock.workers.lifecycle.progress import ASLEEP, LOADING, SERVING, STARTING, Progress
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
-from penstock.workers.rollout import actor as rollout_actor
-from penstock.workers.rollout.actor import Rollout, RolloutSpec
+from penstock.workers.rollout import rollout_actor as rollout_actor
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
+from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
 from tests.store.driver import make_spec
 from tests.virtual_time import run_virtually
 

@@ -14,10 +14,10 @@ from penstock.metering.meters import Meters
 from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
 from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
 from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
-from penstock.workers.rollout import actor as rollout_actor
-from penstock.workers.rollout.actor import Rollout, RolloutSpec
+from penstock.workers.rollout import rollout_actor as rollout_actor
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
 from penstock.workers.rollout.metered import MeteredEngine
+from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
 from tests.metering.measured import measured
 from tests.workers.rollout.adapter_states import adapter_state
 

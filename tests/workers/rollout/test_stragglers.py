@@ -10,7 +10,7 @@ from penstock.store.ledger.residents import ENOUGH
 from penstock.store.service.store import Store
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
 from tests.store.invariants import check_invariants
 from tests.store.visitors import serve
 from tests.workers.rollout.test_worker import GROUP_SIZE, make_store, prompts

@@ -16,7 +16,7 @@ from penstock.store.spec import StageSpec, StoreSpec
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.worker import GroupIntake, RolloutWorker, sample_seed
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker, sample_seed
 
 GROUP_SIZE = 3
 

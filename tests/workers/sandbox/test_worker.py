@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from penstock.workers.sandbox.execution import Limits
-from penstock.workers.sandbox.worker import Meter, Worker
+from penstock.workers.sandbox.sandbox_worker import Meter, Worker
 
 WELL = {"status": 0, "in_time": True, "cpu_s": 0.1, "seconds": 0.2}
 UNUSED: Any = None

@@ -15,7 +15,6 @@ from penstock.conf.errors import ModelError, NotStarted
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
-from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.assembly import (
     NUM_ROWS,
     NUM_TOKENS,
@@ -29,6 +28,7 @@ from penstock.workers.trainer.memory_checkpoint.slots import steps_there
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 from tests.workers.trainer.test_worker import fill, flow, make_store
 
 
@@ -45,7 +45,7 @@ def scorer_spec(model_path: str, **options: object) -> ScorerSpec:
 @pytest.mark.real
 def test_the_actors_wait_for_torch_and_transformers_until_they_are_made() -> None:
     code = (
-        "import sys, penstock.workers.trainer.actor\n"
+        "import sys, penstock.workers.trainer.trainer_actor\n"
         "print([name for name in ('torch', 'transformers', 'vllm', 'peft') if name in sys.modules])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -17,10 +17,10 @@ from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, T
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.epoch import Epoch
 from penstock.workers.lifecycle.progress import IDLE, KEEPING, PUBLISHING, UPDATING, WAITING, Phases
-from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.trainer.ranks import Ranks, named
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 from tests.workers.trainer.conftest import random_rows
 
 TIMEOUT_S = 3.0
@@ -154,7 +154,7 @@ def test_a_trainers_rank_names_the_end_of_another_in_every_call(method: str, arg
 def test_nothing_is_done_for_a_command_whose_run_another_has_taken(
     method: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.workers.trainer.actor.SyncStoreClient", lambda store: store)
+    monkeypatch.setattr("penstock.workers.trainer.trainer_actor.SyncStoreClient", lambda store: store)
     rank = shell(Trainer)
     with pytest.raises(PartnerGone if method in NAMED else RuntimeError):
         getattr(rank, method)(*arguments, 2)
@@ -181,6 +181,6 @@ def test_a_rank_with_nothing_else_to_do_says_that_it_publishes_or_copies() -> No
 
 
 def test_so_does_a_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.trainer.actor.SyncStoreClient", lambda store: store)
+    monkeypatch.setattr("penstock.workers.trainer.trainer_actor.SyncStoreClient", lambda store: store)
     with pytest.raises(PartnerGone, match="serve train, rank 0 of 2: another rank is gone"):
         shell(Scorer).run("a store")

@@ -14,8 +14,8 @@ from penstock.store.client.lease import SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import RowsUnreachable
 from penstock.store.service.store import Store
-from penstock.workers.trainer import worker
-from penstock.workers.trainer.worker import SharedRounds
+from penstock.workers.trainer import trainer_worker
+from penstock.workers.trainer.trainer_worker import SharedRounds
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
 from tests.store.players import STAGES, group, values_of
@@ -106,7 +106,7 @@ def rows_of(leases: list[SharedLease]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "PAUSE_S", 0.01)
+    monkeypatch.setattr(trainer_worker, "PAUSE_S", 0.01)
 
 
 def test_each_rank_has_its_share_of_the_same_round() -> None:

@@ -19,8 +19,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import TokenValues
 from penstock.workers.trainer.token_recorder import PLACES, TokenRecorder, with_places
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.trainer_worker import TrainerWorker
 from penstock.workers.trainer.update.sequences import without_old_turns
-from penstock.workers.trainer.worker import TrainerWorker
 from tests.workers.histories import turn
 from tests.workers.trainer.test_worker import fill, flow, make_store
 from tests.workers.trainer.update.test_sequences import TOKENS, rows_of

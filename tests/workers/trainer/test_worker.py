@@ -23,7 +23,7 @@ from penstock.workers.lifecycle.progress import COMPUTING, UPDATING, WAITING, Ph
 from penstock.workers.protocols import UpdateReport
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
+from penstock.workers.trainer.trainer_worker import ScorerWorker, TrainerWorker
 from tests.workers.trainer.conftest import as_reference
 
 Make = Callable[..., PolicyTrainer]

@@ -9,7 +9,7 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.fleet.fleet import RollCall
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.workers.node.actor import NodeActors
+from penstock.workers.node.node_actor import NodeActors
 from tests.fakes.actors import FakeHandle, never
 
 NODES = {"A": "left", "B": "left", "C": "right"}

@@ -8,8 +8,8 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import DataError, NotStarted
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, LossCall
-from penstock.workers.trainer.actor import Trainer
 from penstock.workers.trainer.spec import TrainerSpec
+from penstock.workers.trainer.trainer_actor import Trainer
 from tests.workers.trainer.adapters.conftest import assert_equal, data_of
 
 LOSS = LossCall("cross_entropy")

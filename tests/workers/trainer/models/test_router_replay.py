@@ -17,7 +17,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.engine_hf import HfEngine
-from penstock.workers.rollout.worker import response_columns
+from penstock.workers.rollout.rollout_worker import response_columns
 from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.trainer.models.routing import Routers, check_weights
 from penstock.workers.trainer.trainer import PolicyTrainer

@@ -27,7 +27,7 @@ from penstock.workers.protocols import Completion, EngineSpec, Publication, Samp
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.nonfinite import fault_of
-from penstock.workers.rollout.worker import GroupIntake, RolloutWorker
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
 

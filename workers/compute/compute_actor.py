@@ -3,7 +3,7 @@
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.store.client.client import StoreClient
-from penstock.workers.compute.worker import ComputeWorker
+from penstock.workers.compute.compute_worker import ComputeWorker
 from penstock.workers.lifecycle.progress import Progress
 from penstock.workers.lifecycle.serving import ServingActor
 

@@ -19,8 +19,8 @@ from penstock.conf.errors import DataError, PenstockError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
+from penstock.workers.attempts.attempts_worker import ERROR_WINDOW, AttemptColumns, EnvironmentWorker
 from penstock.workers.attempts.runner import AttemptRunner, Played
-from penstock.workers.attempts.worker import ERROR_WINDOW, AttemptColumns, EnvironmentWorker
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.engines import EnginePool
@@ -36,7 +36,7 @@ from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.rollout.worker import GroupIntake
+from penstock.workers.rollout.rollout_worker import GroupIntake
 from penstock.workers.trajectory import Trajectory
 
 

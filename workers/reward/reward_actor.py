@@ -12,7 +12,7 @@ from penstock.workers.lifecycle.serving import ServingActor
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.result import RewardResult
-from penstock.workers.reward.worker import REWARD, Pool, RewardStage, RewardWorker
+from penstock.workers.reward.reward_worker import REWARD, Pool, RewardStage, RewardWorker
 
 
 @dataclass(frozen=True)

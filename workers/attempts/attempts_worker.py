@@ -2,7 +2,7 @@
 
     lease groups ─▶ an attempt for each row, concurrently ─▶ write what is trained, drop the rest with its reason
 
-The loop is `rollout/worker.py`'s.
+The loop is `rollout/rollout_worker.py`'s.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from penstock.workers.attempts.runner import AttemptRunner
 from penstock.workers.environments.task import Task
 from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.protocols import Sampling
-from penstock.workers.rollout.worker import STAGE, GroupIntake, GroupLoop, Written
+from penstock.workers.rollout.rollout_worker import STAGE, GroupIntake, GroupLoop, Written
 from penstock.workers.trajectory import FAILED, Trajectory, row_columns
 
 PICTURES = PROMPT_PICTURES[0]
