@@ -35,7 +35,7 @@ from penstock.orchestrator.membership.takeover import LeftBehind, find
 from penstock.orchestrator.observability.reporting.closing import print_unfinished
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.report import write_report
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink, opened_sinks
+from penstock.orchestrator.observability.reporting.sinks import Sink, opened_sinks
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.fresh_model import build_fresh_model

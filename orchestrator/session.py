@@ -40,7 +40,7 @@ from penstock.orchestrator.loops.sampling import SampleCalls
 from penstock.orchestrator.loops.saved_states import SavedStates
 from penstock.orchestrator.membership.members import catching_up
 from penstock.orchestrator.membership.scaling import ScalableRole
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to, opened_sinks
+from penstock.orchestrator.observability.reporting.sinks import Sink, log_to, opened_sinks
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.storeless import started_fleet

@@ -18,7 +18,7 @@ from typing import Any
 from pyarrow import parquet
 
 from penstock.conf.errors import ConfigError, PenstockError
-from penstock.orchestrator.observability.monitoring.links import LINK
+from penstock.orchestrator.observability.link_speeds import LINK
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.candidates import Candidate, with_keys
 from penstock.planner.hardware import GpuKind

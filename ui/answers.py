@@ -31,7 +31,6 @@ from penstock.orchestrator.observability.charts.known_curves import with_known
 from penstock.orchestrator.observability.charts.themes import charts_of
 from penstock.orchestrator.observability.differences import differences_of, differing
 from penstock.orchestrator.observability.marks import marks_of
-from penstock.orchestrator.observability.runs.activity import Traced, printed
 from penstock.orchestrator.observability.runs.columns import Columns
 from penstock.orchestrator.observability.runs.found import FINISHED, MAX_CHARACTERS, SERVING, Runs, any_line_of, line_of
 from penstock.orchestrator.observability.runs.own_files import (
@@ -44,10 +43,10 @@ from penstock.orchestrator.observability.runs.own_files import (
     read_own,
     section,
 )
-from penstock.orchestrator.observability.runs.rollouts import Rollouts
-from penstock.orchestrator.observability.runs.sample_index import SampleFilter
 from penstock.orchestrator.run_directory.json_lines import json_of
 from penstock.orchestrator.run_directory.pictures import FOLDER, MOST_BYTES, NAME
+from penstock.ui.activity import Traced, printed
+from penstock.ui.rollouts import Rollouts, SampleFilter
 
 MAX_EVENTS = 500
 """Most events that are shown, the newest."""

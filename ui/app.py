@@ -38,9 +38,9 @@ from penstock.network.heads import BACKLOG, CONNECTIONS, Heads, listen
 from penstock.network.machine import raise_limit
 from penstock.network.proxies import LOOPBACK, names_loopback
 from penstock.orchestrator.observability import charts
-from penstock.orchestrator.observability.runs.remote import Copy
 from penstock.orchestrator.run_directory.json_lines import json_of
 from penstock.ui.answers import QUESTIONS, Answers, Live, NoSuchRun
+from penstock.ui.remote import Copy
 from penstock.workers.machine.files import is_url
 
 STATIC = Path(charts.__file__).parent / "static"

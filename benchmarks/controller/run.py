@@ -36,7 +36,7 @@ from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.membership.handover import Handover, RunState, identity_of, pack
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
-from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, TensorBoard
+from penstock.orchestrator.observability.reporting.sinks import JsonLines, TensorBoard
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.service.server import Endpoint
 

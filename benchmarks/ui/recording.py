@@ -17,11 +17,11 @@ from benchmarks.learning import penstock
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.monitoring.state import LEAST_S
-from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog
-from penstock.orchestrator.observability.reporting.sinks.sink import log_to, opened_sinks
+from penstock.orchestrator.observability.reporting.sinks import log_to, opened_sinks
+from penstock.orchestrator.observability.state_log import LEAST_S
+from penstock.orchestrator.observability.step_trace import StepTrace
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport, TrainedRows

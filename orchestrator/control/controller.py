@@ -55,7 +55,7 @@ from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
-from penstock.orchestrator.cluster.failures import cause_of, held_back, leaves
+from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.nodes.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.cluster.owners import ThisProcess
@@ -79,7 +79,7 @@ from penstock.orchestrator.membership.supervisor import EngineDirectory, Supervi
 from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.membership.trainer_recovery import Incarnation, TrainerRecovery
 from penstock.orchestrator.observability.reporting.metrics import joined, update_metrics
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.observability.reporting.sinks import Sink
 from penstock.workers.trainer.report import StepReport
 
 Counted = tuple[Sequence[StepReport], dict[str, float]]

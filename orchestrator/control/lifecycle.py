@@ -28,7 +28,7 @@ from penstock.orchestrator.cluster.cluster import (
     while_it_lives,
 )
 from penstock.orchestrator.cluster.connection import note_connection
-from penstock.orchestrator.cluster.failures import first_line
+from penstock.orchestrator.cluster.ray_calls import first_line
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.trials import try_fences, try_threads
 from penstock.orchestrator.cluster.nodes.agents import NodeAgents
@@ -50,9 +50,9 @@ from penstock.orchestrator.membership.handover import Handover, Identity, RunSta
 from penstock.orchestrator.membership.recoveries import End, Recoveries
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.takeover import LeftBehind, TakeoverPoint, take_up
-from penstock.orchestrator.observability.monitoring.logs import Logs
+from penstock.orchestrator.observability.actor_logs import Logs
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.observability.reporting.sinks import Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 

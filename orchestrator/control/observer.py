@@ -1,8 +1,9 @@
-"""Records all about a run while it goes on, in one place: the controller says what has happened, and others read.
+"""Records everything about a run, in one place: the controller reports what has happened, and others read it. The files
+are those of `orchestrator/observability/`.
 
-    step's numbers   reporting/step_log.py ─▶ metrics.jsonl, sinks, display      its samples   reporting/sample_log.py
-    busy actors      monitoring/step_trace.py ─▶ spans.jsonl                     waiting       monitoring/state.py
-    what is printed  monitoring/logs.py ─▶ logs/                                 what is wrong diagnosis/
+    a step's numbers   reporting/step_log.py ─▶ metrics.jsonl, sinks, display    its samples     reporting/sample_log.py
+    busy actors        step_trace.py ─▶ spans.jsonl                              waiting actors  state_log.py
+    printed lines      actor_logs.py ─▶ logs/                                    advice          diagnosis.py
 
 The observer decides nothing about the run.
 """
@@ -19,15 +20,15 @@ from penstock.orchestrator.membership.liveness import Watch
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
+from penstock.orchestrator.observability.actor_logs import Logs
 from penstock.orchestrator.observability.charts.known_curves import KnownCurves
-from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, Stalls
-from penstock.orchestrator.observability.monitoring.links import Links
-from penstock.orchestrator.observability.monitoring.logs import Logs
-from penstock.orchestrator.observability.monitoring.state import StateLog, awaited, stages_of
-from penstock.orchestrator.observability.monitoring.step_trace import StepTrace
+from penstock.orchestrator.observability.diagnosis import Diagnosis, Stalls
+from penstock.orchestrator.observability.link_speeds import Links
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink
+from penstock.orchestrator.observability.reporting.sinks import Sink
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S, StepLog
+from penstock.orchestrator.observability.state_log import StateLog, awaited, stages_of
+from penstock.orchestrator.observability.step_trace import StepTrace
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 

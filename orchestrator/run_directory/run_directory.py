@@ -316,7 +316,7 @@ class RunDirectory:
         self._append(EVENTS, {"time": stamp, "kind": kind, **fields})
 
     def log_spans(self, line: Mapping[str, Any]) -> None:
-        """Append one step of the timeline (`monitoring/step_trace.py`)."""
+        """Append one step of the timeline (`observability/step_trace.py`)."""
         self._append(SPANS, line)
 
     def write_state(self, state: Mapping[str, Any]) -> None:

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.observability.monitoring.state import awaited, views_of
-from penstock.orchestrator.observability.monitoring.step_trace import (
+from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, step_metrics
+from penstock.orchestrator.observability.state_log import awaited, views_of
+from penstock.orchestrator.observability.step_trace import (
     ENGINES,
     TRAINER,
     ClosedStep,
     spans_of_ranks,
     traced,
 )
-from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, step_metrics
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.timeline import Span, Work, Worked
 from penstock.planner.simulation.simulation import Simulation

@@ -9,7 +9,7 @@ from penstock.conf.tracking import RAY_METRICS
 from penstock.metering.meters import SUMMARY, Meters
 from penstock.metering.table import METRICS, STEP_MISMATCH
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.sinks.sink import gauge_of
+from penstock.orchestrator.observability.reporting.sinks import gauge_of
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.report import StoreMeter
 from penstock.store.spec import StoreSpec

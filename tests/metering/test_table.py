@@ -8,7 +8,7 @@ import pytest
 from penstock.metering import table
 from penstock.metering.meters import COUNTER, GAUGE, ORIGIN, SUMMARY, Metric
 from penstock.metering.table import METRICS
-from penstock.orchestrator.observability.reporting.sinks.sink import STEP_PREFIX
+from penstock.orchestrator.observability.reporting.sinks import STEP_PREFIX
 from penstock.workers import trajectory
 from penstock.workers.reward.result import KINDS
 

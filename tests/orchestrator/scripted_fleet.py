@@ -28,7 +28,7 @@ from penstock.orchestrator.control.controller import Controller
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
-from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines, Sink
+from penstock.orchestrator.observability.reporting.sinks import JsonLines, Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.orchestrator.cluster.failures import Kind, kind_of
+from penstock.orchestrator.cluster.ray_calls import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.observability.reporting.metrics import (
     GROUPS,
@@ -19,7 +19,7 @@ from penstock.orchestrator.observability.reporting.metrics import (
     step_metrics,
 )
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
-from penstock.orchestrator.observability.reporting.sinks.sink import Sink, log_to
+from penstock.orchestrator.observability.reporting.sinks import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.reward.reward_worker import LOGGED_COUNT, LOGGED_SUM
 from penstock.workers.trainer.report import StepReport

@@ -20,9 +20,9 @@ from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.observability.monitoring.state import StateLog
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
-from penstock.orchestrator.observability.reporting.sinks.sink import JsonLines
+from penstock.orchestrator.observability.reporting.sinks import JsonLines
+from penstock.orchestrator.observability.state_log import StateLog
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.signals import Interrupt
 from penstock.workers.prompts.source import PromptStart

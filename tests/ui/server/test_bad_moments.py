@@ -16,10 +16,10 @@ from pyarrow import parquet
 from starlette.testclient import TestClient
 
 from penstock.orchestrator.observability.runs.found import MAX_CHARACTERS, MAX_RUNS, Runs
-from penstock.orchestrator.observability.runs.sample_index import SampleFilter
 from penstock.ui import answers as answers_module
 from penstock.ui.answers import Answers
 from penstock.ui.app import make_app
+from penstock.ui.rollouts import SampleFilter
 from tests.ui.made_runs import HERE, make_run, steps, write_samples
 
 NOBODY = 65534

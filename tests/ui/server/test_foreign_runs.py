@@ -17,9 +17,9 @@ from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
 from penstock.orchestrator.observability.runs.columns import Columns
-from penstock.orchestrator.observability.runs.rollouts import MANY
 from penstock.ui.answers import QUESTIONS, Answers
 from penstock.ui.app import as_json, make_app
+from penstock.ui.rollouts import MANY
 from tests.amounts import amount
 from tests.ui.made_runs import make_run, steps, write_samples
 

@@ -19,7 +19,7 @@ from penstock.orchestrator.observability.charts.known_curves import (
     write_known,
 )
 from penstock.orchestrator.observability.charts.themes import charts_of
-from penstock.orchestrator.observability.diagnosis.diagnosis import Diagnosis, below_band
+from penstock.orchestrator.observability.diagnosis import Diagnosis, below_band
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.report import write_report
 from penstock.orchestrator.run_directory.run_directory import RunDirectory, to_yaml

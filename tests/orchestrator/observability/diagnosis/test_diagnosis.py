@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import StoreError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.diagnosis.diagnosis import LOOK_S, Diagnosis, Pace, Stalls, chain_of
+from penstock.orchestrator.observability.diagnosis import LOOK_S, Diagnosis, Pace, Stalls, chain_of
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.virtual_time import run_virtually

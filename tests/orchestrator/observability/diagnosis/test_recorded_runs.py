@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.observability.diagnosis.diagnosis import findings
-from penstock.orchestrator.observability.diagnosis.history import WARNING, Finding, History
+from penstock.orchestrator.observability.diagnosis import WARNING, Finding, History, findings
 from tests.orchestrator.observability.diagnosis.recorded.record import is_read, steps_of
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))

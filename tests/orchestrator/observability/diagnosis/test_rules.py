@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.observability.diagnosis.diagnosis import findings
-from penstock.orchestrator.observability.diagnosis.history import HINT, Finding, History
+from penstock.orchestrator.observability.diagnosis import HINT, Finding, History, findings
 
 CONFIG = DiagnosisConfig()
 Change = Callable[[int], dict[str, Any]]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.algorithms.catalogue import build_dataflow, dataflow_of
-from penstock.algorithms.graph.rewrites import in_environment, with_pictures
+from penstock.algorithms.catalogue import build_dataflow, dataflow_of, in_environment, with_pictures
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog, with_token_values

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.sinks.sink import Sender
-from penstock.orchestrator.observability.reporting.sinks.tracker import About, End, Opened
+from penstock.orchestrator.observability.reporting.trackers import About, End, Opened, Sender
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 PATIENCE_S = 60.0

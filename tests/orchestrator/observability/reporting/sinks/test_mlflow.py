@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.tracking import MlflowConfig
-from penstock.orchestrator.observability.reporting.sinks.sink import Sender
-from penstock.orchestrator.observability.reporting.sinks.tracker import About, End
-from penstock.orchestrator.observability.reporting.sinks.trackers import Mlflow, plain_name
+from penstock.orchestrator.observability.reporting.trackers import About, End, Mlflow, Sender, plain_name
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import about, new_run, sent
 
 

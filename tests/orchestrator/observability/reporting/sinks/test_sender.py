@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.orchestrator.observability import differences
-from penstock.orchestrator.observability.reporting.sinks import sink as sender_module
-from penstock.orchestrator.observability.reporting.sinks import tracker, trackers
-from penstock.orchestrator.observability.reporting.sinks.tracker import End, NewSteps
+from penstock.orchestrator.observability.reporting import sinks, trackers
+from penstock.orchestrator.observability.reporting.trackers import End, NewSteps
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import (
     PATIENCE_S,
     Gate,
@@ -50,7 +49,7 @@ def test_a_tracker_that_hangs_is_left_at_the_deadline(tmp_path: Path, monkeypatc
         sender.log(step, {"loss": 1.0})
     sender.finish(End("finished"))
     assert gate.reached.wait(60.0)
-    monkeypatch.setattr(sender_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE_S))
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE_S))
     sender.close()
     gate.open()
     (left,) = [text for text in told if "left" in text]
@@ -65,7 +64,7 @@ def test_a_tracker_that_hangs_at_its_end_lacks_nothing(tmp_path: Path, monkeypat
     sender.log(1, {"loss": 1.0})
     sender.finish(End("finished"))
     assert gate.reached.wait(60.0)
-    monkeypatch.setattr(sender_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE_S))
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + PATIENCE_S))
     sender.close()
     gate.open()
     assert told[-1].endswith("and is left. It has every step.")
@@ -174,7 +173,7 @@ def test_a_damaged_note_of_the_last_run_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_the_examples_of_the_trackers_hold() -> None:
-    assert [doctest.testmod(module).failed for module in (tracker, trackers, differences)] == [0, 0, 0]
+    assert [doctest.testmod(module).failed for module in (trackers, sinks, differences)] == [0, 0, 0]
 
 
 @given(LINES, st.none() | st.integers(0, 3))

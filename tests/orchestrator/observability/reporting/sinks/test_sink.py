@@ -12,10 +12,9 @@ from penstock.conf.errors import DataError
 from penstock.conf.tracking import RAY_METRICS, SINKS
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import CHECKS
-from penstock.orchestrator.observability.reporting.sinks import sink
-from penstock.orchestrator.observability.reporting.sinks.sink import (
+from penstock.orchestrator.observability.reporting import sinks
+from penstock.orchestrator.observability.reporting.sinks import (
     FILES,
-    TRACKERS,
     JsonLines,
     RayGauges,
     TensorBoard,
@@ -24,6 +23,7 @@ from penstock.orchestrator.observability.reporting.sinks.sink import (
     log_to,
     opened_sinks,
 )
+from penstock.orchestrator.observability.reporting.trackers import TRACKERS
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.metering.measured import Recording
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import Scripted, new_run
@@ -145,7 +145,7 @@ def test_every_name_has_a_sink_and_every_tracker_a_check() -> None:
 @pytest.fixture
 def tracker(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     scripted = Scripted()
-    monkeypatch.setattr(sink, "TRACKERS", {"wandb": lambda tracking: scripted})
+    monkeypatch.setattr(sinks, "TRACKERS", {"wandb": lambda tracking: scripted})
     return scripted
 
 

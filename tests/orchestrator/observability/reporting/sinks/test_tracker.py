@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.errors import DataError, TakenOver
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.sinks.tracker import About, End
+from penstock.orchestrator.observability.reporting.trackers import About, End
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 

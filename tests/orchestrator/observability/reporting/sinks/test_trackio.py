@@ -14,8 +14,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from penstock.conf.tracking import TrackioConfig
-from penstock.orchestrator.observability.reporting.sinks.tracker import About, End
-from penstock.orchestrator.observability.reporting.sinks.trackers import Trackio
+from penstock.orchestrator.observability.reporting.trackers import About, End
+from penstock.orchestrator.observability.reporting.trackers import Trackio
 
 place = Path(sys.argv[1])
 told = About("run", "group", None, {"recipe": "none"}, {"seed": 1}, place)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.tracking import WandbConfig
-from penstock.orchestrator.observability.reporting.sinks.tracker import End
-from penstock.orchestrator.observability.reporting.sinks.trackers import Wandb
+from penstock.orchestrator.observability.reporting.trackers import End, Wandb
 from tests.orchestrator.observability.reporting.sinks.scripted_tracker import about, new_run
 
 pytestmark = pytest.mark.real

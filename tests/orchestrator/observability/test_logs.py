@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
-from penstock.orchestrator.observability.monitoring.logs import Logs
+from penstock.orchestrator.observability.actor_logs import Logs
 from tests.fakes.actors import FakeHandle, never
 
 

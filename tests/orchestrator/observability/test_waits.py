@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.orchestrator.observability.monitoring.state import MOST_AWAITED, StageView, Wait, awaited, waits_of
+from penstock.orchestrator.observability.state_log import MOST_AWAITED, StageView, Wait, awaited, waits_of
 
 STAGES = [
     StageView("source", (), ("prompt_ids", "task"), ("Prompts",)),

@@ -8,12 +8,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from penstock.conf.errors import CheckpointError
-from penstock.orchestrator.observability.runs import remote
 from penstock.orchestrator.observability.runs.found import Runs
-from penstock.orchestrator.observability.runs.remote import SAMPLES_AT_ONCE, Copy
-from penstock.orchestrator.observability.runs.rollouts import Rollouts
-from penstock.orchestrator.observability.runs.sample_index import SampleFilter
+from penstock.ui import remote
 from penstock.ui.answers import Answers
+from penstock.ui.remote import SAMPLES_AT_ONCE, Copy
+from penstock.ui.rollouts import Rollouts, SampleFilter
 from tests.ui.made_runs import make_run, steps, write_pictures, write_samples
 
 URL = "memory://bucket/runs"

@@ -1,33 +1,103 @@
-"""The diagnosis of a run while it goes on: what is wrong by the steps that are over, and a step that takes too long.
+"""The diagnosis of a run while it trains: what is wrong by the metrics of its steps, and a step that takes too long.
 
-    Diagnosis  looks at each step's metrics by the rules of `rules.py`, and tells what it finds once
-    Stalls     looks now and then whether the present step takes far longer than the others, and tells meanwhile which
-               actors wait for which, with stacks
+    History    the metrics that rules look at                                 pure
+    RULES      functions of a history, which return a `Finding` or None       pure
+    Diagnosis  applies the rules to each step, and reports a finding once
     Pace       when a step is too long, by those before it                    pure
-    chain_of   whose work the oldest group lacks, from what the store says    pure
+    chain_of   whose work the oldest group lacks, by what the store says      pure
+    Stalls     looks now and then whether the present step takes far longer than those before it, and reports which
+               actors wait for which, with their stacks
 
-Deadlines end a run that hangs for good; `Stalls` says earlier, and without ending anything, where it hangs.
-
-Rules of the diagnosis, which find what is wrong with a run from the metrics of its steps. Pure.
-
-A rule is a function of what a run has measured so far; it returns a `Finding` or nothing. A warning says that something
-is broken or wasted; a hint, that it could be faster.
+A warning says that something is broken or wasted; a hint, that it could be faster. Deadlines end a run that hangs for
+good; `Stalls` says earlier where it hangs, and ends nothing.
 """
 
 import asyncio
+import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.observability.charts.known_curves import KnownCurves
-from penstock.orchestrator.observability.diagnosis.history import HINT, Finding, History, Rule
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+
+WARNING, HINT = "warning", "hint"
+
+
+@dataclass(frozen=True)
+class Finding:
+    rule: str
+    text: str
+    """A sentence on what was measured, with its numbers."""
+    advice: str
+    level: str = WARNING
+
+
+class History:
+    """The metrics of a run's first steps and of its last ones: rules look at no others, so that a long run's memory
+    stays bounded."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._first: dict[str, list[float]] = {}
+        """Values of the first steps, by metric."""
+        self._last: deque[Mapping[str, Any]] = deque(maxlen=window + 1)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of the next step."""
+        for key in metrics:
+            known = self._first.setdefault(key, [])
+            if len(known) < self.window:
+                known += _values([metrics], key)
+        self._last.append(metrics)
+
+    def last(self, key: str) -> list[float]:
+        """Values of a metric in those of the last steps that have it."""
+        return _values(list(self._last)[-self.window :], key)
+
+    def first(self, key: str) -> list[float]:
+        """Values of a metric in the first steps that have it: as many as `last` at least."""
+        return self._first.get(key, [])
+
+    def increase(self, key: str) -> float:
+        """Increase of a counter within the window, for counters that only grow. 0 where it was reset."""
+        newest = next(_each(reversed(self._last), key), None)
+        if newest is None:
+            return 0.0
+        return max(0.0, newest - (next(_each(self._last, key)) if len(self._last) > self.window else 0.0))
+
+    def is_throughout(self, key: str) -> bool:
+        """Return whether all of the last steps have a metric."""
+        return self.is_long_enough and all(line.get(key) is not None for line in list(self._last)[-self.window :])
+
+    def named(self, prefix: str) -> list[str]:
+        return [key for key in self._last[-1] if key.startswith(prefix)] if self._last else []
+
+    @property
+    def is_long_enough(self) -> bool:
+        return len(self._last) >= self.window
+
+
+Rule = Callable[[History, DiagnosisConfig, int], Finding | None]
+"""A rule; its last argument is `max_staleness`."""
+
+
+def _values(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return list(_each(lines, key))
+
+
+def _each(lines: Iterable[Mapping[str, Any]], key: str) -> Iterator[float]:
+    for line in lines:
+        value = line.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield float(value)
+
 
 SAME = 1e-9
 """Largest difference of rewards that count as the same."""

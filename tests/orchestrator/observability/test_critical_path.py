@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.observability.monitoring.step_trace import LEAST_S, WAIT, Segment, critical_path, sentence
+from penstock.orchestrator.observability.step_trace import LEAST_S, WAIT, Segment, critical_path, sentence
 from penstock.orchestrator.run_directory.timeline import Span, Work
 
 RANK = "Trainer-policy-0"

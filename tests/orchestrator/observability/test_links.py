@@ -9,7 +9,7 @@ import pytest
 from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
-from penstock.orchestrator.observability.monitoring.links import Links
+from penstock.orchestrator.observability.link_speeds import Links
 from tests.fakes.actors import FakeHandle, never
 from tests.virtual_time import run_virtually
 

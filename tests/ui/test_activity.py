@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.orchestrator.observability.runs.activity import MOST_LINES, MOST_STEPS, TAIL_BYTES, Traced, printed
+from penstock.ui.activity import MOST_LINES, MOST_STEPS, TAIL_BYTES, Traced, printed
 
 
 def line(step: int, text: str = "") -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.monitoring.step_trace import FINE, StepTrace, lanes_of, with_waits
+from penstock.orchestrator.observability.step_trace import FINE, StepTrace, lanes_of, with_waits
 from penstock.orchestrator.run_directory.json_lines import read_lines
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.timeline import Span, Work, Worked

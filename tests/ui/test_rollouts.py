@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.orchestrator.observability.runs.rollouts import Rollouts
-from penstock.orchestrator.observability.runs.sample_index import SampleFilter
+from penstock.ui.rollouts import Rollouts, SampleFilter
 from tests.ui.made_runs import write_samples
 
 

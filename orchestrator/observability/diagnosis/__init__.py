@@ -1,1 +1,0 @@
-"""Diagnosis of a run: what is wrong with it, by its own metrics."""
