@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.checks import as_mask, has_axes, non_negative, positive, same_shape
-from penstock.conf.algorithms.base import AGGREGATIONS
+from penstock.conf.algorithms import AGGREGATIONS
 from penstock.conf.checks import one_of
 
 

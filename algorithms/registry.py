@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms import AlgorithmConfig
 from penstock.conf.errors import ConfigError
 
 Builder = Callable[[Any], Dataflow]

@@ -13,7 +13,7 @@ from penstock.algorithms.advantages import group_advantage
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig
 
 
 @algorithm("grpo")

@@ -7,7 +7,7 @@
                  └─▶ (staleness, with proximal=interpolated) ────────────────────────────────┘
     remax:       greedy_rollout ─▶ greedy_reward ─▶ advantage
 
-The methods differ in names and settings, which `conf/algorithms/policy_gradient.py` has: all open to `algorithm.KEY=…`.
+The methods differ in names and settings, which `conf/algorithms.py` has: all open to `algorithm.KEY=…`.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, pol
 from penstock.algorithms.named import checked_options
 from penstock.algorithms.registry import ALGORITHMS, Algorithm, algorithm
 from penstock.algorithms.shaping import add_adaptive_coefficient, has_signal, overlong_reward, penalized_reward
-from penstock.conf.algorithms.policy_gradient import (
+from penstock.conf.algorithms import (
     CispoConfig,
     DapoConfig,
     DrGrpoConfig,

@@ -23,7 +23,7 @@ from penstock.algorithms.graph.stage import Renamed
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, value_loss
 from penstock.algorithms.registry import algorithm
 from penstock.algorithms.shaping import KL_COEF, add_adaptive_coefficient
-from penstock.conf.algorithms.policy_gradient import PpoConfig
+from penstock.conf.algorithms import PpoConfig
 
 TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")
 

@@ -25,10 +25,16 @@ from torch import Tensor
 from penstock.algorithms.advantages import finite_rewards
 from penstock.algorithms.checks import non_negative
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.preference.kto import kto_loss
-from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from penstock.algorithms.losses.preference import (
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithms.preference import (
+from penstock.conf.algorithms import (
     DpoConfig,
     KtoConfig,
     OnlineDpoConfig,

@@ -56,7 +56,7 @@ class Stage:
     """Reward that a reward stage computes, of several (`WeightedRewardConfig`); None for the one that `reward.function`
     names."""
     in_environment: bool = False
-    """True for a rollout in which an environment has the policy sample, in any number of turns (`rewrites.py`)."""
+    """True for a rollout in which an environment has the policy sample, in any number of turns (`catalogue.py`)."""
 
     @property
     def is_in_trainer(self) -> bool:

@@ -1,11 +1,10 @@
-"""The policy's losses: one driver for every formula, `w · surrogate + kl_coef · KL`, aggregated; and the likelihood of
-demonstrations. The trainer calls them: see `losses/__init__.py`.
+"""The policy's losses: one driver for every formula, `w · surrogate + kl_coef · KL`, aggregated, with a bonus for
+entropy; the likelihood of demonstrations; and the loss of a critic. The trainer calls them: see `losses/__init__.py`.
 
     mask ─▶ anchor (old, behavior or proximal log-probabilities) ─▶ correction: weights w ─┐
                      └──────────────▶ surrogate: a loss a token ───────────────────────────┴─▶ mean ─▶ + KL term
 
-The driver checks shapes and settings, masks, and sums; the formulas are in `surrogates.py` and `covariance.py`, or in a
-user's own file.
+The driver checks shapes and settings, masks, and sums; the formulas are in `surrogates.py`, or in a user's own file.
 
 The anchor is the proximal policy, the centre of the trust region, which the ratio is taken against. Decoupled PPO
 (2505.24298) has three policies: `π_behavior` sampled, `π_proximal` is where the trust region lies, `π` is trained. The
@@ -18,9 +17,18 @@ decoupled in this way; `proximal` says what stands for π_proximal:
 
 With "old" and the correction "none" there is one ratio, against the behavior policy.
 
+The trainer computes what a loss asks for by the names of its parameters, and the entropy of every token costs time and
+memory: only a loss that names `entropy` gets it. `with_entropy_bonus` adds that name:
+
+    flow.train("policy", loss=with_entropy_bonus(partial(policy_loss, surrogate="gspo"), coef=0.001))
+
 Legend: B rows of the micro-batch, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
 """
 
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,12 +36,14 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked
-from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, same_shape
+from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, positive, same_shape
 from penstock.algorithms.corrections import CORRECTIONS, Correction, none
+from penstock.algorithms.graph.stage import name_of
 from penstock.algorithms.kl import kl_estimate
 from penstock.algorithms.losses.surrogates import SURROGATES, Surrogate
 from penstock.algorithms.named import NO_OPTIONS, Options, checked_options
-from penstock.conf.algorithms.base import CORRECTIONS as PRESET_CORRECTIONS
+from penstock.conf.algorithms import AGGREGATIONS
+from penstock.conf.algorithms import CORRECTIONS as PRESET_CORRECTIONS
 from penstock.conf.checks import one_of
 from penstock.conf.errors import ConfigError, ShapeError
 
@@ -249,3 +259,110 @@ def sft_loss(logprobs: Tensor, mask: Tensor, totals: BatchTotals, *, aggregation
     same_shape(logprobs, "logprobs", mask=mask)
     loss = aggregate(-logprobs, mask, totals, aggregation)
     return loss, {"loss": loss.detach()}
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """A loss that has one more parameter, `entropy` `[B, T]` with gradient, and the metric `entropy`, its token mean.
+
+    It takes everything by keyword, as the trainer gives it. Pickles wherever the loss does.
+    """
+
+    loss: Callable[..., LossAndMetrics]
+    coef: float
+    aggregation: str = "token_mean"
+    constant: float = 1.0
+
+    def __post_init__(self) -> None:
+        non_negative("algorithm.entropy_coef", self.coef)
+        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+        positive("constant", self.constant)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.loss)
+        if "entropy" in signature.parameters:
+            return signature
+        entropy = inspect.Parameter("entropy", inspect.Parameter.KEYWORD_ONLY)
+        parameters = list(signature.parameters.values())
+        ends_open = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        parameters.insert(len(parameters) - ends_open, entropy)
+        return signature.replace(parameters=parameters)
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.loss, "loss")
+
+    def __call__(self, *, entropy: Any, mask: Any, totals: Any, **arguments: Any) -> LossAndMetrics:
+        if "entropy" in inspect.signature(self.loss).parameters:
+            arguments["entropy"] = entropy
+        loss, metrics = self.loss(mask=mask, totals=totals, **arguments)
+        bonus = aggregate(entropy, mask, totals, self.aggregation, constant=self.constant)
+        mean = aggregate(entropy.detach(), mask, totals, "token_mean")
+        return loss - self.coef * bonus, metrics | {"entropy": mean}
+
+
+def with_entropy_bonus(
+    loss: Callable[..., LossAndMetrics], coef: float, *, aggregation: str = "token_mean", constant: float = 1.0
+) -> EntropyBonus:
+    """Make the loss `loss - coef · mean(entropy)`, for the trainer to call like any loss. `aggregation`, `constant`:
+    see `aggregate`; give those of the loss. Raises `ConfigError`."""
+    return EntropyBonus(loss, coef, aggregation, constant)
+
+
+ROUNDING = 1e-12
+"""The share of the mean square below which a variance counts as nothing: sums of float64 have about 16 digits."""
+
+
+def value_loss(
+    values: Tensor,
+    mask: Tensor,
+    totals: BatchTotals,
+    returns: Tensor,
+    old_values: Tensor,
+    *,
+    clip: float = 0.2,
+    aggregation: str = "token_mean",
+    constant: float = 1.0,
+) -> LossAndMetrics:
+    """Half the squared error, pessimistically clipped as in PPO's code (1707.06347 eq. 9 has the plain square):
+
+        L = max((V - R)², (V_clip - R)²) / 2,   V_clip = clip(V, V_old - clip, V_old + clip)
+
+    `values` (with gradient), `returns`, `old_values` (of the critic when the returns were computed), `mask`: `[B, T]`.
+    `clip`: at least 0; infinity clips nothing. The gradient is zero where the clipped error is the larger one.
+    Metrics: `value_loss`, `value_clip_fraction`, and what `explained_variance` needs: the token means `return_mean`,
+    `return_square_mean`, `value_error_mean`, `value_error_square_mean`, in float64. Raises `ShapeError`, `ConfigError`.
+    """
+    if math.isnan(clip) or clip < 0:
+        raise ConfigError(f"algorithm.value_clip={clip}: must be at least 0; infinity clips nothing.")
+    has_axes("values", values, "BT")
+    same_shape(values, "values", mask=mask, returns=returns, old_values=old_values)
+    valid = as_mask(mask)
+    new, target = masked(values, valid), masked(returns, valid).detach()
+    old = masked(old_values, valid).detach()
+    plain = (new - target).square()
+    clipped = (new.clamp(old - clip, old + clip) - target).square()
+    loss = aggregate(torch.maximum(plain, clipped) / 2, valid, totals, aggregation, constant=constant)
+    token_mean = partial(aggregate, mask_BT=valid, totals=totals, how="token_mean")
+    target, error = target.double(), (target - new).detach().double()  # differences of squares leave few digits
+    metrics = {
+        "value_loss": loss.detach(),
+        "value_clip_fraction": token_mean((clipped > plain).float()),
+        "return_mean": token_mean(target),
+        "return_square_mean": token_mean(target.square()),
+        "value_error_mean": token_mean(error),
+        "value_error_square_mean": token_mean(error.square()),
+    }
+    return loss, metrics
+
+
+def explained_variance(metrics: Mapping[str, float]) -> float:
+    """The explained variance `1 - Var(R - V) / Var(R)` from the metrics of `value_loss`, summed over the batch: 1 is a
+    perfect critic, 0 one that might as well be constant. NaN where all returns are equal but for rounding: there is
+    nothing to explain.
+
+    Moments add up over micro-batches and ranks, which a ratio of variances does not: so it is made of their sums."""
+    variance = metrics["return_square_mean"] - metrics["return_mean"] ** 2
+    unexplained = metrics["value_error_square_mean"] - metrics["value_error_mean"] ** 2
+    return 1 - unexplained / variance if variance > ROUNDING * metrics["return_square_mean"] else math.nan

@@ -27,7 +27,7 @@ from benchmarks.peers.channel import Channel
 from benchmarks.peers.training_rows import KINDS, make_rows
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.algorithms.preference.pair_losses import simpo_loss
+from penstock.algorithms.losses.preference import simpo_loss
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked
-from penstock.conf.algorithms.base import AGGREGATIONS
+from penstock.conf.algorithms import AGGREGATIONS
 from penstock.conf.errors import ConfigError, ShapeError
 
 VALUES = torch.tensor([[1.0, 2.0, 3.0], [10.0, float("nan"), float("inf")]])

@@ -13,9 +13,9 @@ from penstock.algorithms.builtin.imitation import (
     padded_reverse_kl_advantage,
     reverse_kl_advantage,
 )
+from penstock.algorithms.catalogue import in_environment, with_pictures
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.rewrites import in_environment, with_pictures
-from penstock.conf.algorithms.preference import DistillConfig
+from penstock.conf.algorithms import DistillConfig
 from penstock.conf.errors import ConfigError, DataflowError, ShapeError
 
 OWN = [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0])]

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES, policy_loss
-from penstock.conf.algorithms.base import AGGREGATIONS
+from penstock.conf.algorithms import AGGREGATIONS
 from tests.algorithms.losses.ragged import OTHERS, columns_of
 from tests.amounts import amount
 
 ALL = pytest.mark.parametrize("surrogate", sorted(SURROGATES))
 WITH_ALL = pytest.mark.parametrize("correction", sorted(CORRECTIONS))
 WHOLE_BATCH = {"clip_cov", "kl_cov"}
-"""Choose tokens by statistics of the call, as `losses/covariance.py` says."""
+"""Choose tokens by statistics of the call, as `losses/surrogates.py` says."""
 PULLED_BACK = {"kl_cov"}
 """Has a term without an advantage."""
 FEW = settings(max_examples=amount(25))

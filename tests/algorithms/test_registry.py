@@ -5,7 +5,7 @@ import pytest
 from penstock.algorithms import catalogue, registry
 from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow, find_algorithm
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithms.base import AlgorithmConfig, GrpoConfig, SftConfig
+from penstock.conf.algorithms import AlgorithmConfig, GrpoConfig, SftConfig
 from penstock.conf.errors import ConfigError, DataflowError
 
 

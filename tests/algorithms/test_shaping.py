@@ -12,7 +12,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.stage import Renamed, columns_read
 from penstock.algorithms.kl import AdaptiveKl
 from penstock.algorithms.shaping import has_signal, next_coefficient, overlong_reward, penalized_reward, response_kl
-from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig, PpoConfig, RlooConfig
+from penstock.conf.algorithms import PolicyGradientConfig, PpoConfig, RlooConfig
 from penstock.conf.errors import ConfigError, ShapeError
 
 

@@ -21,9 +21,9 @@ from trl.experimental.sdpo.loss_utils import add_tail_bucket, compute_divergence
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from penstock.algorithms.aggregation import BatchTotals
+from penstock.algorithms.builtin.imitation import divergence_loss
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import policy_loss, with_entropy_bonus
-from penstock.algorithms.losses.divergence import divergence_loss
 from tests.oracle.batches import SEEDS, assert_same, batch, ours, theirs
 
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}

@@ -14,7 +14,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.sequences import context_column
 
 REWARD_PREFIX = "reward_"
-"""Prefix of the columns of several rewards (`algorithms/graph/rewrites.py`)."""
+"""Prefix of the columns of several rewards (`algorithms/catalogue.py`)."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.algorithms.advantages.outcome import CENTRES, SCALES, normalized
+from penstock.algorithms.advantages import CENTRES, SCALES, normalized
 from penstock.conf.errors import ConfigError, ShapeError
 from tests.amounts import amount
 

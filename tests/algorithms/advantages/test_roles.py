@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from penstock.algorithms.advantages import advantage
-from penstock.algorithms.advantages.roles import RoleBaselines, role_advantage
+from penstock.algorithms.advantages import RoleBaselines, advantage, role_advantage
 from penstock.algorithms.builtin.policy_gradient import policy_gradient
-from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
+from penstock.conf.algorithms import PolicyGradientConfig
 from penstock.conf.errors import ConfigError, DataflowError, ShapeError
 from tests.registries import names_for_a_test
 

@@ -5,8 +5,8 @@ import torch
 
 from penstock.algorithms.advantages import rloo, turn_rloo
 from penstock.algorithms.builtin.policy_gradient import policy_gradient
-from penstock.algorithms.graph.rewrites import in_environment
-from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
+from penstock.algorithms.catalogue import in_environment
+from penstock.conf.algorithms import PolicyGradientConfig
 from penstock.conf.errors import ConfigError, ShapeError
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.builtin.ppo import ppo_advantages
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.conf.algorithms.policy_gradient import PpoConfig
+from penstock.conf.algorithms import PpoConfig
 from penstock.conf.errors import ConfigError, ShapeError
 
 

@@ -10,16 +10,16 @@ from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
 from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
-from penstock.algorithms.preference.pair_losses import dpo_loss, ipo_loss, orpo_loss, simpo_loss
-from penstock.conf.algorithms.base import SftConfig
-from penstock.conf.algorithms.policy_gradient import (
+from penstock.algorithms.losses.preference import dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from penstock.conf.algorithms import SftConfig
+from penstock.conf.algorithms import (
     DapoConfig,
     DrGrpoConfig,
     PolicyGradientConfig,
     PpoConfig,
     RemaxConfig,
 )
-from penstock.conf.algorithms.preference import (
+from penstock.conf.algorithms import (
     DpoConfig,
     KtoConfig,
     OnlineDpoConfig,

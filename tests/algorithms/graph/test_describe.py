@@ -2,7 +2,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.describe import WIDTH, draw, in_order
-from penstock.conf.algorithms.base import GrpoConfig, SftConfig
+from penstock.conf.algorithms import GrpoConfig, SftConfig
 
 SFT = """\
                                 ┌───────────────────┐

@@ -2,18 +2,19 @@ import pytest
 import torch
 
 from penstock.algorithms.builtin.imitation import sft
-from penstock.algorithms.catalogue import ALGORITHMS, dataflow_of
-from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES, Column
-from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.rewrites import (
+from penstock.algorithms.catalogue import (
+    ALGORITHMS,
+    dataflow_of,
     in_environment,
     weighted_sum,
     with_masked,
     with_rewards,
     with_router_replay,
 )
-from penstock.conf.algorithms.base import SftConfig
-from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
+from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES, Column
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.algorithms import SftConfig
+from penstock.conf.algorithms import PolicyGradientConfig
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, DataflowError
 from penstock.conf.reward import WeightedRewardConfig

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.losses.covariance import clip_cov, kl_cov, pseudo_random, token_covariance
+from penstock.algorithms.losses.surrogates import clip_cov, kl_cov, pseudo_random, token_covariance
 from penstock.conf.errors import ConfigError
 from tests.algorithms.losses.formula import tokens
 

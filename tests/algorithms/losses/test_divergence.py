@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.losses.divergence import divergence_loss
-from penstock.conf.algorithms.preference import DIVERGENCES
+from penstock.algorithms.builtin.imitation import divergence_loss
+from penstock.conf.algorithms import DIVERGENCES
 from penstock.conf.errors import ConfigError, ShapeError
 
 ROWS, TOKENS, WORDS = 3, 5, 11

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.preference.pair_losses import bradley_terry_loss
+from penstock.algorithms.losses.preference import bradley_terry_loss
 from penstock.conf.errors import ConfigError, ShapeError
 from tests.algorithms.preference.batches import close, random_batch
 

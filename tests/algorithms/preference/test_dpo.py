@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.preference.pair_losses import dpo_loss, ipo_loss
+from penstock.algorithms.losses.preference import dpo_loss, ipo_loss
 from tests.algorithms.preference.batches import one_pair, random_batch, run
 
 BATCH = one_pair([-1.0, -1.0], [-4.0], reference_logprobs=[[-1.0, -2.0], [-2.0]])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.preference.kto import group_baseline, kto_loss
+from penstock.algorithms.losses.preference import group_baseline, kto_loss
 from penstock.conf.errors import ConfigError, ShapeError
 from tests.algorithms.preference.batches import (
     NUM_GROUPS,

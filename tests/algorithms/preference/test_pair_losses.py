@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.preference.pair_losses import dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from penstock.algorithms.losses.preference import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from penstock.conf.errors import ConfigError, ShapeError
 from tests.algorithms.preference.batches import (
     NUM_GROUPS,

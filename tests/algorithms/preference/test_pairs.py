@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.preference.pairs import (
+from penstock.algorithms.losses.preference import (
     Pairs,
     mean_logprobs,
     response_mask,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.preference.pair_losses import log_odds, orpo_loss, simpo_loss
+from penstock.algorithms.losses.preference import log_odds, orpo_loss, simpo_loss
 from tests.algorithms.preference.batches import one_pair, random_batch, run
 
 LN2, LN4 = math.log(2), math.log(4)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.builtin.preferences import best_and_worst, good_or_bad
-from penstock.algorithms.preference.pairs import Pairs
+from penstock.algorithms.losses.preference import Pairs
 from penstock.conf.errors import ConfigError, ShapeError
 
 REWARDS = st.lists(st.integers(-3, 3), min_size=0, max_size=8)

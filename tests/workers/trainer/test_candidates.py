@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.losses.divergence import divergence_loss
+from penstock.algorithms.builtin.imitation import divergence_loss
 from penstock.conf.errors import DataError, DataflowError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer

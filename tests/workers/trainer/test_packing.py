@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.losses import SURROGATES, policy_loss, sft_loss, value_loss, with_entropy_bonus
-from penstock.algorithms.preference.kto import kto_loss
-from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from penstock.algorithms.losses.preference import (
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows

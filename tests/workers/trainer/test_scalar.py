@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import value_loss
 from penstock.algorithms.losses.policy import sft_loss
-from penstock.algorithms.preference.pair_losses import bradley_terry_loss
+from penstock.algorithms.losses.preference import bradley_terry_loss
 from penstock.conf.errors import DataflowError, ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows

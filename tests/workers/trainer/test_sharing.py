@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.algorithms.losses import policy_loss, value_loss
-from penstock.algorithms.preference.pair_losses import bradley_terry_loss
+from penstock.algorithms.losses.preference import bradley_terry_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows

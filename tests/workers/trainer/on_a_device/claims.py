@@ -33,13 +33,19 @@ from penstock.algorithms.losses import (
     value_loss,
     with_entropy_bonus,
 )
-from penstock.algorithms.preference.kto import kto_loss
-from penstock.algorithms.preference.pair_losses import bradley_terry_loss, dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from penstock.algorithms.losses.preference import (
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    orpo_loss,
+    simpo_loss,
+)
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.assembly import TrainerParts, assemble_scorer, assemble_trainer
-from penstock.workers.trainer.engines import devices
-from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.engines import engine
+from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
@@ -351,7 +357,7 @@ def failure_of(claim: Callable[[], None]) -> str | None:
 if __name__ == "__main__":
     PATHS.extend(map(Path, sys.argv[1:3]))
     torch.set_num_threads(1)
-    devices.MIN_BYTES = 0
+    engine.MIN_BYTES = 0
     gc.freeze()  # what is imported is no garbage, and is not looked through each time
     Ranks.join(TrainerConfig(num_gpus_per_rank=int(ON_A_GPU)))  # the process group, which all trainers share
     if ON_A_GPU:

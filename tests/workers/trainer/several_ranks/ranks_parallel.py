@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from penstock.algorithms.builtin.imitation import divergence_loss
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
-from penstock.algorithms.losses.divergence import divergence_loss
 from penstock.conf.errors import ModelError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
-from penstock.workers.trainer.models.output_layer import LogitChange
+from penstock.workers.trainer.models.token_scores import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
