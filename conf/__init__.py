@@ -8,27 +8,29 @@ docs/keys.md has every field. Light to import: a section's module is imported wh
 """
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.conf.algorithms.base import AlgorithmConfig as AlgorithmConfig
-    from penstock.conf.algorithms.base import GrpoConfig as GrpoConfig
-    from penstock.conf.algorithms.base import SftConfig as SftConfig
-    from penstock.conf.algorithms.policy_gradient import CispoConfig as CispoConfig
-    from penstock.conf.algorithms.policy_gradient import DapoConfig as DapoConfig
-    from penstock.conf.algorithms.policy_gradient import DrGrpoConfig as DrGrpoConfig
-    from penstock.conf.algorithms.policy_gradient import GspoConfig as GspoConfig
-    from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig as PolicyGradientConfig
-    from penstock.conf.algorithms.policy_gradient import PpoConfig as PpoConfig
-    from penstock.conf.algorithms.policy_gradient import ReinforcePpConfig as ReinforcePpConfig
-    from penstock.conf.algorithms.policy_gradient import RemaxConfig as RemaxConfig
-    from penstock.conf.algorithms.policy_gradient import RlooConfig as RlooConfig
-    from penstock.conf.algorithms.preference import DistillConfig as DistillConfig
-    from penstock.conf.algorithms.preference import DpoConfig as DpoConfig
-    from penstock.conf.algorithms.preference import KtoConfig as KtoConfig
-    from penstock.conf.algorithms.preference import OnlineDpoConfig as OnlineDpoConfig
-    from penstock.conf.algorithms.preference import OnlineKtoConfig as OnlineKtoConfig
-    from penstock.conf.algorithms.preference import RewardModelConfig as RewardModelConfig
+    from penstock.conf.algorithms import AlgorithmConfig as AlgorithmConfig
+    from penstock.conf.algorithms import CispoConfig as CispoConfig
+    from penstock.conf.algorithms import DapoConfig as DapoConfig
+    from penstock.conf.algorithms import DistillConfig as DistillConfig
+    from penstock.conf.algorithms import DpoConfig as DpoConfig
+    from penstock.conf.algorithms import DrGrpoConfig as DrGrpoConfig
+    from penstock.conf.algorithms import GrpoConfig as GrpoConfig
+    from penstock.conf.algorithms import GspoConfig as GspoConfig
+    from penstock.conf.algorithms import KtoConfig as KtoConfig
+    from penstock.conf.algorithms import OnlineDpoConfig as OnlineDpoConfig
+    from penstock.conf.algorithms import OnlineKtoConfig as OnlineKtoConfig
+    from penstock.conf.algorithms import PolicyGradientConfig as PolicyGradientConfig
+    from penstock.conf.algorithms import PpoConfig as PpoConfig
+    from penstock.conf.algorithms import ReinforcePpConfig as ReinforcePpConfig
+    from penstock.conf.algorithms import RemaxConfig as RemaxConfig
+    from penstock.conf.algorithms import RewardModelConfig as RewardModelConfig
+    from penstock.conf.algorithms import RlooConfig as RlooConfig
+    from penstock.conf.algorithms import SftConfig as SftConfig
     from penstock.conf.cluster import ClusterConfig as ClusterConfig
     from penstock.conf.data import ColumnsConfig as ColumnsConfig
     from penstock.conf.data import CurriculumConfig as CurriculumConfig
@@ -52,10 +54,10 @@ if TYPE_CHECKING:
     from penstock.conf.rollout import SamplingConfig as SamplingConfig
     from penstock.conf.rollout import ScriptedConfig as ScriptedConfig
     from penstock.conf.run import RunConfig as RunConfig
+    from penstock.conf.run import StoreConfig as StoreConfig
     from penstock.conf.run import WarmStartConfig as WarmStartConfig
     from penstock.conf.serve import ServeConfig as ServeConfig
     from penstock.conf.serve import TenantConfig as TenantConfig
-    from penstock.conf.store import StoreConfig as StoreConfig
     from penstock.conf.tracking import MlflowConfig as MlflowConfig
     from penstock.conf.tracking import TrackingConfig as TrackingConfig
     from penstock.conf.tracking import TrackioConfig as TrackioConfig
@@ -67,15 +69,14 @@ if TYPE_CHECKING:
     from penstock.conf.trainer import TrainerConfig as TrainerConfig
     from penstock.conf.weights import WeightsConfig as WeightsConfig
 
-_MODULES = (
-    "algorithms.base", "algorithms.policy_gradient", "algorithms.preference", "cluster", "data", "diagnosis",
-    "environment", "faults", "model", "reward", "rollout", "run", "serve", "store", "tracking", "trainer", "weights",
-)  # fmt: skip
+_MODULES = {
+    name: module
+    for module, name in re.findall(r"^    from (\S+) import (\w+) as", Path(__file__).read_text(), re.MULTILINE)
+}
+"""Module of each name, as the imports above have it."""
 
 
 def __getattr__(name: str) -> Any:
-    for module in _MODULES if name.endswith("Config") else ():
-        found = vars(importlib.import_module(f"penstock.conf.{module}"))
-        if name in found:
-            return found[name]
-    raise AttributeError(f"module 'penstock.conf' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'penstock.conf' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -20,13 +20,13 @@ from penstock.conf.errors import PenstockError, TakenOver, is_refusal
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.network.machine import warning
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
-from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere, this_node
+from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
-from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
+from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, this_node
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.memory_view import settled, with_memory
+from penstock.orchestrator.configuration.memory_view import settled, with_memory
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.control.controller import TrainingResult
 from penstock.orchestrator.control.lifecycle import RunLifecycle

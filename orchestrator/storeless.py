@@ -10,10 +10,10 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of, while_it_lives
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
-from penstock.orchestrator.configuration.memory.memory_view import settled, with_memory
+from penstock.orchestrator.configuration.memory_view import settled, with_memory
 from penstock.orchestrator.run import starting_model, with_other_models
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 

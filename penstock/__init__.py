@@ -12,6 +12,8 @@ What is one's own is registered by name: `@algorithm`, `@reward`, `@environment`
 """
 
 import importlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.algorithms.named import NonNegative as NonNegative
     from penstock.algorithms.named import Positive as Positive
     from penstock.algorithms.registry import algorithm as algorithm
-    from penstock.conf.algorithms.base import AlgorithmConfig as AlgorithmConfig
+    from penstock.conf.algorithms import AlgorithmConfig as AlgorithmConfig
     from penstock.conf.errors import AttemptOver as AttemptOver
     from penstock.conf.errors import ConfigError as ConfigError
     from penstock.conf.errors import DataError as DataError
@@ -53,56 +55,21 @@ if TYPE_CHECKING:
     from penstock.workers.trajectory import Trajectory as Trajectory
     from penstock.workers.trajectory import Turn as Turn
 
-_HOMES = {
-    "AdamParams": "workers.calls.training_calls",
-    "AlgorithmConfig": "conf.algorithms.base",
-    "AttemptOver": "conf.errors",
-    "BatchTotals": "algorithms.aggregation",
-    "Client": "orchestrator.client",
-    "Column": "algorithms.graph.columns",
-    "ConfigError": "conf.errors",
-    "Context": "workers.environments.context",
-    "DataError": "conf.errors",
-    "Dataflow": "algorithms.graph.dataflow",
-    "Datum": "workers.calls.training_calls",
-    "InfrastructureError": "conf.errors",
-    "LimitReached": "conf.errors",
-    "LossCall": "workers.calls.training_calls",
-    "Message": "workers.gateway.formats.conversation",
-    "NonNegative": "algorithms.named",
-    "PenstockError": "conf.errors",
-    "Positive": "algorithms.named",
-    "Rows": "store.data.rows",
-    "RunConfig": "conf.run",
-    "Sampling": "workers.protocols",
-    "Sandbox": "workers.sandbox.sandbox",
-    "Stage": "algorithms.graph.stage",
-    "Task": "workers.environments.task",
-    "Trajectory": "workers.trajectory",
-    "Turn": "workers.trajectory",
-    "advantage": "algorithms.advantages",
-    "aggregate": "algorithms.aggregation",
-    "algorithm": "algorithms.registry",
-    "correction": "algorithms.corrections",
-    "environment": "workers.environments.environment",
-    "load_config": "orchestrator.configuration.compose",
-    "reward": "workers.reward.registry",
-    "run": "orchestrator.run",
-    "session": "orchestrator.session",
-    "surrogate": "algorithms.losses",
-    "truncated_importance_weight": "algorithms.corrections",
+_MODULES = {
+    name: module
+    for module, name in re.findall(r"^    from (\S+) import (\w+) as", Path(__file__).read_text(), re.MULTILINE)
 }
-
-__all__ = sorted(_HOMES)
+"""Module of each public name, as the imports above have it."""
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: `import penstock` alone costs milliseconds, not the seconds of torch and Ray."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         from penstock.conf.renamed import present_name
 
         present = present_name(name)
         if present is None:
             raise AttributeError(f"module 'penstock' has no attribute {name!r}")
         return __getattr__(present)
-    return getattr(importlib.import_module(f"penstock.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -18,10 +18,10 @@ from penstock.conf.errors import ConfigError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.cluster.placement.nodes import Node
-from penstock.orchestrator.configuration.memory.known import ACCELERATOR, gpu_bytes, shapes_of
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
-from penstock.orchestrator.configuration.memory.run_memory import GIB
+from penstock.orchestrator.configuration.memory_view import ACCELERATOR, gpu_bytes, shapes_of
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
+from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.planner.hardware import KINDS, GpuKind, Nodes, parse_cluster
 from penstock.planner.lengths import SIGMA, Lengths
 from penstock.planner.search import Search

@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.memory.known import ACCELERATOR, GPU_GIB
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.memory_view import ACCELERATOR, GPU_GIB
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.planner.hardware import GpuKind, Nodes
 
 SIZES = (1, 2, 4, 8)

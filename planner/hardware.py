@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError, suggest
-from penstock.orchestrator.configuration.memory.known import GPU_GIB
+from penstock.orchestrator.configuration.memory_view import GPU_GIB
 from penstock.orchestrator.configuration.values import plain, read_yaml
 from penstock.workers.weights.publication.timing import BUSES
 

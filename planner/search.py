@@ -18,11 +18,16 @@ from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
-from penstock.orchestrator.configuration.memory.auto_memory import MOST_TOKENS, with_chosen
-from penstock.orchestrator.configuration.memory.host_memory import HostPart, host_parts
-from penstock.orchestrator.configuration.memory.memory_view import check_host
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
-from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory
+from penstock.orchestrator.configuration.memory_view import check_host
+from penstock.orchestrator.configuration.model_shape import ModelShape
+from penstock.orchestrator.configuration.run_memory import (
+    GIB,
+    MOST_TOKENS,
+    HostPart,
+    RunMemory,
+    host_parts,
+    with_chosen,
+)
 from penstock.planner.candidates import SIZES, Candidate, candidates, with_keys
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.costs.run_durations import RunDurations

@@ -37,8 +37,7 @@ from penstock.algorithms.kl import LOG_RATIO_BOUND
 from penstock.algorithms.losses import policy_loss, sft_loss
 from penstock.algorithms.losses.policy import LossAndMetrics
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithms import SftConfig
-from penstock.conf.algorithms import DIVERGENCES, DistillConfig
+from penstock.conf.algorithms import DIVERGENCES, DistillConfig, SftConfig
 from penstock.conf.checks import one_of, within
 from penstock.conf.errors import DataflowError, ShapeError, suggest
 

@@ -25,7 +25,7 @@ from penstock.conf.errors import CheckpointError, DamagedCheckpoint
 from penstock.conf.faults import CheckpointConfig
 from penstock.network.names import OutsideName, below
 from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
-from penstock.orchestrator.run_directory.mirrored import MirrorRecord, url_of
+from penstock.orchestrator.run_directory.mirror import MirrorRecord, url_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.machine.files import (
     SavedFile,

@@ -21,8 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from penstock.conf.algorithms import known_algorithms
-from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms import AlgorithmConfig, known_algorithms
 from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock.algorithms.catalogue import ALGORITHMS
-from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms import AlgorithmConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.translation.counterparts import counterparts

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.renamed import present_key
 from penstock.conf.run import RunConfig

@@ -100,15 +100,16 @@ def _empty_fresh(model: FreshModelConfig) -> Any:
 
 
 def _check_heads(engine: RolloutConfig, lm: Any, key: str) -> None:
-    """Refuse a model whose heads vLLM has no kernel for on a CPU."""
+    """Refuse a model whose heads the engine has no kernel for on a CPU."""
+    sizes = engine.capabilities.cpu_head_sizes
     text = lm.config.get_text_config()
     num_heads = getattr(text, "num_attention_heads", None)
     size = getattr(text, "head_dim", None) or (text.hidden_size // num_heads if num_heads else None)
     is_latent = getattr(text, "kv_lora_rank", None) is not None  # whose heads are made of several parts
-    if engine.engine != "vllm" or engine.num_gpus_per_worker or size is None or is_latent or size in CPU_HEAD_SIZES:
+    if not sizes or engine.num_gpus_per_worker or size is None or is_latent or size in sizes:
         return
     raise ConfigError(
-        f"{key}=vllm: its CPU build has kernels for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, and "
+        f"{key}={engine.engine}: its CPU build has kernels for heads of {', '.join(map(str, sizes))} numbers, and "
         f"{type(lm).__name__} has heads of {size}. Set {key}=hf, or choose another model."
     )
 

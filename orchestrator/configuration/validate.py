@@ -36,12 +36,11 @@ from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.conf.weights import choose_transport, replaces_members
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere, look
-from penstock.orchestrator.cluster.nodes.shared_memory import too_small
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, plan_actors, reward_of
-from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
+from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, too_small
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, titles
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.memory_view import MemoryView
+from penstock.orchestrator.configuration.memory_view import MemoryView
 from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
     check_model,
@@ -426,10 +425,10 @@ def _reward(config: RunConfig) -> str:
 
 
 def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:
-    if config.reward.judge.engine == "hf" and options.get("structured", True):
+    if config.reward.judge.rollout.capabilities.options is None and options.get("structured", True):
         raise ConfigError(
-            "reward.judge.engine=hf: it cannot be held to a JSON schema. Set structured: false in the judge's options, "
-            "or reward.judge.engine=vllm."
+            f"reward.judge.engine={config.reward.judge.engine}: it cannot be held to a JSON schema. Set structured: false "
+            "in the judge's options, or reward.judge.engine=vllm."
         )
     path = config.model.paths.get(JUDGE)
     if (model := path or starting_model_config(config).path) is not None:

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.conf.errors import DeadlineExceeded
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import outcomes
-from penstock.orchestrator.run_directory.mirrored import LOGS
+from penstock.orchestrator.run_directory.mirror import LOGS
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.machine.processes import ProcessId
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
 from penstock.conf.tracking import TrackingConfig
-from penstock.orchestrator.run_directory.mirror import Mirror
-from penstock.orchestrator.run_directory.mirrored import (
+from penstock.orchestrator.run_directory.mirror import (
     EVENTS,
     METRICS,
     Lines,
+    Mirror,
     MirrorRecord,
     is_ahead,
     is_fetched,

@@ -46,8 +46,7 @@ from penstock.conf.secret import hide_in
 from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.failed_writes import AppendedFile, FailedWrites
 from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
-from penstock.orchestrator.run_directory.mirror import Mirror
-from penstock.orchestrator.run_directory.mirrored import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE, url_of
+from penstock.orchestrator.run_directory.mirror import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE, Mirror, url_of
 from penstock.orchestrator.run_directory.run_lock import RunLock
 from penstock.orchestrator.run_directory.run_place import (
     RunPlace,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.run_directory.mirrored import url_of
+from penstock.orchestrator.run_directory.mirror import url_of
 from penstock.workers.machine.files import exists, is_url, list_names, remove
 
 HASH_LENGTH = 16

@@ -14,7 +14,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node
-from penstock.orchestrator.configuration.memory.known import ACCELERATOR
+from penstock.orchestrator.configuration.memory_view import ACCELERATOR
 from penstock.planner.asked import lengths_of, not_counted, search_of
 from penstock.planner.calibration import Pilot, calibrated, read_pilot
 from penstock.planner.costs.decoding import told_kernels

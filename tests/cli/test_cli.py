@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import main as cli
-from penstock.cli.parser import make_parser
+from penstock.cli.main import make_parser
 from penstock.conf.errors import ConfigError, DataError, PenstockError, WorkerDied
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.signals import ENDING

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from penstock.conf.algorithms.base import AlgorithmConfig, GrpoConfig, SftConfig
+from penstock.conf.algorithms import AlgorithmConfig, GrpoConfig, SftConfig
 from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
@@ -13,9 +13,8 @@ from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
-from penstock.conf.run import RunConfig, validate
+from penstock.conf.run import RunConfig, StoreConfig, validate
 from penstock.conf.serve import ServeConfig
-from penstock.conf.store import StoreConfig
 from penstock.conf.tracking import TrackingConfig, WandbConfig
 from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.conf.weights import WeightsConfig

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.run import RunConfig, validate

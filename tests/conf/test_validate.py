@@ -1,12 +1,11 @@
 import pytest
 
-from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
-from penstock.conf.run import RunConfig, validate
-from penstock.conf.store import StoreConfig
+from penstock.conf.run import RunConfig, StoreConfig, validate
 from penstock.conf.trainer import TrainerConfig
 
 

@@ -187,7 +187,7 @@ def strategy(name: str) -> Values:
 
 @rule(f"{ROLLOUT}.name", "`rollout.engine`")
 def engine(name: str) -> Values:
-    if name not in ("vllm", "hf"):
+    if name not in ROLLOUT_ENGINES:
         raise NotTranslated(f"{name}: the engines here are vllm and hf")
     return {"rollout.engine": name}
 

@@ -11,20 +11,18 @@ from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
 from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
 from penstock.algorithms.losses.preference import dpo_loss, ipo_loss, orpo_loss, simpo_loss
-from penstock.conf.algorithms import SftConfig
 from penstock.conf.algorithms import (
     DapoConfig,
-    DrGrpoConfig,
-    PolicyGradientConfig,
-    PpoConfig,
-    RemaxConfig,
-)
-from penstock.conf.algorithms import (
     DpoConfig,
+    DrGrpoConfig,
     KtoConfig,
     OnlineDpoConfig,
     OnlineKtoConfig,
+    PolicyGradientConfig,
+    PpoConfig,
+    RemaxConfig,
     RewardModelConfig,
+    SftConfig,
 )
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError

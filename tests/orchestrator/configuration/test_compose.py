@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.algorithms.catalogue import dataflow_of
-from penstock.conf.algorithms.base import GrpoConfig, SftConfig
+from penstock.conf.algorithms import GrpoConfig, SftConfig
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
@@ -21,7 +21,7 @@ ALGORITHM = """
 from dataclasses import dataclass
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms import AlgorithmConfig
 
 @dataclass
 class MineConfig(AlgorithmConfig):

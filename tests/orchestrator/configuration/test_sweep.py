@@ -13,8 +13,7 @@ from rich.console import Console
 
 from penstock.cli import main as cli
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.configuration.sweep import Sweep, jobs_for, room_for
-from penstock.orchestrator.configuration.sweep_points import points_of
+from penstock.orchestrator.configuration.sweep import Sweep, jobs_for, points_of, room_for
 
 PRETENDER = """
 import json, os, pathlib, signal, sys, time

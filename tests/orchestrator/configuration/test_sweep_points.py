@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.configuration.sweep_points import points_of
+from penstock.orchestrator.configuration.sweep import points_of
 
 
 def test_every_combination_is_a_run_with_a_name_of_its_own() -> None:

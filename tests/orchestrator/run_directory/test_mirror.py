@@ -10,8 +10,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.run_directory.mirror import KIND, Mirror
-from penstock.orchestrator.run_directory.mirrored import MirrorRecord
+from penstock.orchestrator.run_directory.mirror import KIND, Mirror, MirrorRecord
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from tests.remote_places import Flaky, flaky

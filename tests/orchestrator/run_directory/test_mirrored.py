@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.run_directory.mirrored import (
+from penstock.orchestrator.run_directory.mirror import (
     PACE_BYTES,
     FileStamp,
     Lines,

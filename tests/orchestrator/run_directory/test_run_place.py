@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.run_directory.mirrored import MirrorRecord
+from penstock.orchestrator.run_directory.mirror import MirrorRecord
 from penstock.orchestrator.run_directory.run_place import RunPlace, join_url, working_copies
 
 

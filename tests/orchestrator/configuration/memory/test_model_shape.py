@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
-from penstock.orchestrator.configuration.memory.tower_shape import TowerShape
+from penstock.orchestrator.configuration.model_shape import ModelShape, TowerShape
 from tests.orchestrator.configuration.memory import shapes
 from tests.workers.trainer import seeing
 

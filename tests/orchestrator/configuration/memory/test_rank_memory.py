@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.memory import peaks
 from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, TrainerConfig
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
-from penstock.orchestrator.configuration.memory.rank_memory import RankMemory, RankSetting, rank_memory
+from penstock.orchestrator.configuration.model_shape import ModelShape
+from penstock.orchestrator.configuration.rank_memory import RankMemory, RankSetting, rank_memory
 from tests.orchestrator.configuration.memory import shapes
 
 

@@ -15,11 +15,16 @@ from penstock.conf.errors import ResourceError
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.host_memory import host_parts
-from penstock.orchestrator.configuration.memory.known import gpu_bytes, shapes_of
-from penstock.orchestrator.configuration.memory.memory_view import UNKNOWN, MemoryView, settled, with_memory
-from penstock.orchestrator.configuration.memory.run_memory import GIB, RunMemory, engine_memory
+from penstock.orchestrator.configuration.memory_view import (
+    UNKNOWN,
+    MemoryView,
+    gpu_bytes,
+    settled,
+    shapes_of,
+    with_memory,
+)
 from penstock.orchestrator.configuration.prerequisites import num_parameters
+from penstock.orchestrator.configuration.run_memory import GIB, RunMemory, engine_memory, host_parts
 from penstock.orchestrator.configuration.validate import show_memory
 from tests.orchestrator.configuration.memory import shapes
 from tests.orchestrator.configuration.memory.test_rank_memory import shape_of

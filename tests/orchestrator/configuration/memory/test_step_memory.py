@@ -14,8 +14,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.orchestrator.configuration.memory import rank_memory as told
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration import rank_memory as told
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import fsdp

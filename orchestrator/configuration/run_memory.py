@@ -9,19 +9,41 @@ Device memory of a vLLM engine, part by part. Pure: no torch.
 
 vLLM takes `rollout.gpu_memory_utilization` of the GPU whatever it needs: weights, what a step needs, and the rest is
 for keys and values. So the parts say how many tokens can be under way, and whether the engine can start at all.
+
+Host memory of a node at its peak, part by part, and where each lies. Pure: no torch.
+
+/dev/shm     publications, copies of the state after each step, the store's large batches, Ray's object store
+pinned       buffers on the way from GPUs, what is offloaded, weights of engines that keep them asleep
+memory       the copy that a checkpoint is written from, what ranks and engines keep there, the processes themselves
+page cache   the model's files, which the kernel drops where memory is short
+
+Values of keys that are `auto`, from what fits a GPU. Pure: no torch.
+
+    rollout.gpu_memory_utilization     the engine's own GPU: most of it; one that it shares: what the rank leaves
+    trainer.activation_checkpointing   only if a usual micro-batch does not fit without
+    trainer.max_tokens_per_microbatch  the largest power of two that fits
+
+What is chosen leaves `SPARE` of the GPU free, since figures are estimates and an allocator wastes some. On CPUs, and
+where a GPU's memory is not known, nothing is chosen: keys have their defaults.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.checks import AUTO
 from penstock.conf.errors import ResourceError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import choose_transport, shares_gpus
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
-from penstock.orchestrator.configuration.memory.rank_memory import RankMemory, RankSetting, rank_memory
+from penstock.conf.trainer import DEFAULT_TOKENS, REMEMBERED_BYTES
+from penstock.conf.weights import STREAMS, choose_transport, replaces_members, shares_gpus
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.configuration.model_shape import ModelShape
+from penstock.orchestrator.configuration.rank_memory import RankMemory, RankSetting, rank_memory
+from penstock.workers.weights.publication.room import COPIES, STATE_BYTES, TURNS
 
 STEP_TOKENS = 8192
 """Most tokens of one step, unless rollout.engine_options.max_num_batched_tokens says it: vLLM's default on an H100."""
@@ -222,12 +244,14 @@ class RunMemory:
             f"lower trainer.max_tokens_per_microbatch={trainer.microbatch_tokens}, to {longest} at least": (
                 by_tokens and trainer.microbatch_tokens > longest
             ),
-            "raise trainer.sequence_parallel_size": by_tokens and trainer.engine == "fsdp",
+            "raise trainer.sequence_parallel_size": by_tokens and trainer.capabilities.splits_layers,
             "raise trainer.num_ranks": not by_tokens,
             "raise trainer.shard_size": not by_tokens and trainer.shard_size > 0,
-            "set trainer.deepspeed.zero_stage=3": trainer.engine == "deepspeed" and trainer.deepspeed.zero_stage < 3,
+            "set trainer.deepspeed.zero_stage=3": trainer.zero_stage in (1, 2),
             "set trainer.offload=true": not (by_tokens or trainer.offload or is_scorer),
-            "set trainer.lora.rank=16": not (by_tokens or trainer.lora.rank or is_scorer or trainer.engine != "fsdp"),
+            "set trainer.lora.rank=16": (
+                trainer.capabilities.has_adapters and not (by_tokens or trainer.lora.rank or is_scorer)
+            ),
         }
         text = ", ".join(key for key, helps in keys.items() if helps and (what != "engine" or "rollout" in key))
         return f"{text[0].upper()}{text[1:]}."
@@ -279,3 +303,198 @@ def _share(num_gpus: float) -> float:
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
+
+
+SHARED, PINNED, MEMORY, CACHE = "/dev/shm", "pinned", "memory", "page cache"
+BUFFERS = 2 * 64 * 2**20
+"""Bytes of a rank's two buffers, through which weights come from its GPU."""
+PROCESS = GIB
+"""Estimate of a process that has imported torch or vLLM."""
+PINNED_ROUNDING = 2
+"""Largest factor by which torch rounds page-locked memory up: each piece to a power of two."""
+WITH_TORCH = ("trainer", "scorer", "rollout")
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """Something that lies in host memory."""
+
+    name: str
+    place: str
+    num_bytes: float
+    key: str = ""
+    """Key that makes it less."""
+    is_optional: bool = False
+    """True if the run goes on without, or if it is an estimate or a bound: nothing is refused because of it."""
+
+
+def host_parts(
+    memory: RunMemory, actors: Sequence[ActorPlan], num_nodes: int = 1, is_own: bool = True
+) -> list[HostPart]:
+    """The parts of one node, largest first. `actors`: those on it; `num_nodes`: of the run; `is_own`: the run starts
+    Ray there."""
+    config = memory.config
+    counts = {role: sum(actor.role == role for actor in actors) for role in (*WITH_TORCH, "store")}
+    parts = [*_of_ranks(memory, counts["trainer"], num_nodes), *_of_engines(memory, counts["rollout"])]
+    if choose_transport(config) == "shm" and counts["trainer"] + counts["rollout"]:
+        parts.append(HostPart("publications of the weights", SHARED, TURNS * memory.publication_bytes))
+    if not config.trainer.num_gpus_per_rank:
+        for name, one in memory.ranks.items():
+            scorers = sum(actor.role == "scorer" and f"Scorer-{actor.stage}" == name for actor in actors)
+            number = scorers if name.startswith("Scorer") else counts["trainer"]
+            parts.append(HostPart(f"{name}: all of its ranks", MEMORY, number * one.total, "trainer.num_ranks"))
+    parts += [
+        HostPart("the store's large batches, at most", SHARED, config.store.shared_memory_mib * 2**20,
+                 "store.shared_memory_mib", True),
+        HostPart("pictures that ranks have read, at most", MEMORY,
+                 bool(config.rollout.max_pictures) * REMEMBERED_BYTES * (counts["trainer"] + counts["scorer"]),
+                 is_optional=True),
+        HostPart("the store's columns, at most", MEMORY, bool(counts["store"]) * config.store.max_bytes,
+                 "store.max_bytes", True),
+        HostPart("Ray's object store", SHARED, is_own * config.cluster.object_store_mib * 2**20,
+                 "cluster.object_store_mib"),
+        HostPart("processes of ranks and engines", MEMORY, PROCESS * sum(counts[role] for role in WITH_TORCH),
+                 is_optional=True),
+        HostPart("the model's files, while they are read", CACHE, 2 * memory.shapes["policy"].num_parameters),
+    ]  # fmt: skip
+    return sorted((part for part in parts if part.num_bytes), key=lambda part: -part.num_bytes)
+
+
+def reserved_bytes(memory: RunMemory, actor: ActorPlan) -> float:
+    """Bytes of host memory that an actor holds at its peak for sure, and shares with no other."""
+    parts = host_parts(memory, [actor], is_own=False)
+    return sum(part.num_bytes for part in parts if part.place in (PINNED, MEMORY) and not part.is_optional)
+
+
+def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPart]:
+    config = memory.config
+    state = STATE_BYTES * sum(_trained(memory)) / config.trainer.num_ranks * num_ranks
+    on_gpus = config.trainer.num_gpus_per_rank > 0
+    parts = []
+    if config.faults.keep_state and replaces_members(config):
+        parts.append(HostPart("copies of the state", SHARED, COPIES * state, "faults.keep_state=false", True))
+        if num_nodes > 1 and config.faults.partner_share:
+            other = "copies of another node's state"
+            parts.append(HostPart(other, SHARED, COPIES * state, "faults.partner_share=0", True))
+    if on_gpus and choose_transport(config) == "shm":
+        parts.append(HostPart("buffers for weights from GPUs", PINNED, num_ranks * BUFFERS))
+    if config.checkpoint.every_steps:
+        parts.append(HostPart("copy that a checkpoint is written from", MEMORY, state, "checkpoint.every_steps=0"))
+    offloaded = num_ranks * sum(one.on_host for one in memory.trained)
+    parts.append(HostPart("weights and optimizer (trainer.offload)", PINNED, offloaded))
+    waiting = num_ranks * max((one.activations_on_host for one in memory.trained), default=0.0)
+    name, key = "activations (trainer.activation_offload), at most", "trainer.activation_offload=false"
+    parts.append(HostPart(name, PINNED, PINNED_ROUNDING * waiting, key, True))
+    if config.placement == "colocated" and on_gpus:
+        left = num_ranks * memory.resident_bytes
+        parts.append(HostPart("ranks, while engines have the GPUs", MEMORY, left, "placement=disaggregated"))
+    return parts
+
+
+def _of_engines(memory: RunMemory, num_engines: int) -> list[HostPart]:
+    config, engine = memory.config, memory.engine
+    if engine is None:
+        return []
+    if not config.rollout.num_gpus_per_worker:
+        total = num_engines * config.rollout.tensor_parallel_size * engine.total
+        return [HostPart("engines: weights, cache and step", MEMORY, total, "rollout.kv_cache_gib")]
+    keeps_weights = config.trainer.lora.publishes_adapter or choose_transport(config) in STREAMS
+    if config.placement != "colocated" or (config.rollout.engine == "vllm" and not keeps_weights):
+        return []
+    asleep = num_engines * config.rollout.tensor_parallel_size * engine.weights
+    return [HostPart("weights of engines that sleep", PINNED, asleep, "placement=disaggregated")]
+
+
+def _trained(memory: RunMemory) -> list[float]:
+    """Trained parameters of each model of a trainer, over all ranks."""
+    shape, lora = memory.shapes["policy"], memory.config.trainer.lora
+    frozen = shape.tower_parameters if memory.config.trainer.freezes_tower else 0
+    whole = shape.adapter_parameters(lora.rank, lora.target_modules) if lora.rank else shape.num_parameters - frozen
+    return [float(whole)] * len(memory.trained)
+
+
+SPARE = 0.08
+"""Share of a GPU that stays free."""
+MOST_OF_GPU = 0.9
+"""Largest share of a GPU of its own for an engine, which is vLLM's default."""
+MOST_TOKENS, FEWEST_TOKENS = 32768, 1024
+"""Bounds of a micro-batch's tokens: larger ones gain nothing, smaller ones leave a GPU idle."""
+
+
+def with_chosen(memory: RunMemory) -> RunMemory:
+    """The run with numbers in the place of what is `auto`."""
+    if memory.gpu_bytes is None:
+        return memory
+    config = memory.config
+    if config.rollout.gpu_memory_utilization == AUTO and config.rollout.num_gpus_per_worker:
+        memory = _with_values(memory, "rollout", gpu_memory_utilization=_engine_share(memory))
+    if not config.trainer.num_gpus_per_rank:
+        return memory
+    if config.trainer.activation_checkpointing == AUTO:
+        kept = _with_values(memory, "trainer", activation_checkpointing=False)
+        usual = _with_tokens(kept, min(DEFAULT_TOKENS, kept.config.trainer.microbatch_tokens))
+        keeps = (
+            _fits(usual) and not config.trainer.activation_offload
+        )  # of which layers' inputs alone are little to copy
+        memory = kept if keeps else _with_values(memory, "trainer", activation_checkpointing=True)
+    if config.trainer.max_tokens_per_microbatch == AUTO:
+        memory = _largest(memory)
+    return memory
+
+
+def chosen(before: RunConfig, after: RunConfig) -> list[str]:
+    """What was chosen, as on the command line."""
+    pairs = (
+        ("rollout.gpu_memory_utilization", before.rollout, after.rollout),
+        ("trainer.activation_checkpointing", before.trainer, after.trainer),
+        ("trainer.max_tokens_per_microbatch", before.trainer, after.trainer),
+    )
+    told = []
+    for key, old, new in pairs:
+        name = key.partition(".")[2]
+        if getattr(old, name) != getattr(new, name):
+            told.append(f"{key}={str(getattr(new, name)).lower()}")
+    return told
+
+
+def _largest(memory: RunMemory) -> RunMemory:
+    """The run with the largest micro-batches that fit; with the smallest, if none does."""
+    tokens = MOST_TOKENS
+    while tokens > FEWEST_TOKENS and not _fits(_with_tokens(memory, tokens)):
+        tokens //= 2
+    return _with_tokens(memory, tokens)
+
+
+def _engine_share(memory: RunMemory) -> float:
+    """The engine's share, in hundredths, rounded down."""
+    assert memory.gpu_bytes is not None
+    config = memory.config
+    free = memory.gpu_bytes - PROCESS_BYTES
+    if shares_gpus(config):
+        free -= SPARE * memory.gpu_bytes + PROCESS_BYTES
+        if config.placement == "colocated":  # the rank's weights are there when the engine starts and when it loads
+            free -= memory.ranks["policy"].parts["weights"]
+        else:
+            free *= config.rollout.num_gpus_per_worker
+    share = min(MOST_OF_GPU * min(1.0, _gpus_of_engine(config)), free / memory.gpu_bytes)
+    return max(0.01, math.floor(100 * share) / 100)
+
+
+def _gpus_of_engine(config: RunConfig) -> float:
+    return 1.0 if shares_gpus(config) else config.rollout.num_gpus_per_worker
+
+
+def _fits(memory: RunMemory) -> bool:
+    assert memory.gpu_bytes is not None
+    room = (1 - SPARE) * memory.gpu_bytes
+    return all(peak <= room for what, peak in memory.peaks().items() if what != "engine")
+
+
+def _with_tokens(memory: RunMemory, tokens: int) -> RunMemory:
+    return _with_values(memory, "trainer", max_tokens_per_microbatch=tokens)
+
+
+def _with_values(memory: RunMemory, section: str, **values: Any) -> RunMemory:
+    """The run with these values in a section."""
+    changed = replace(getattr(memory.config, section), **values)
+    return replace(memory, config=replace(memory.config, **{section: changed}))

@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
-from penstock.orchestrator.configuration.memory.tower_shape import TowerShape
+from penstock.orchestrator.configuration.model_shape import ModelShape, TowerShape
 
 FLOAT32 = 4
 
@@ -145,7 +144,7 @@ class RankSetting:
     @property
     def num_shards(self) -> int:
         """Ranks that split one copy of the model, tensor parallelism aside."""
-        if self.config.engine == "deepspeed":
+        if self.config.zero_stage:
             return self.config.num_ranks
         return (self.config.shard_size or self.config.num_ranks) // self.config.tensor_parallel_size
 
@@ -238,12 +237,12 @@ def _resident(setting: RankSetting) -> tuple[dict[str, float], float]:
     """Weights and moments on the device, and bytes on the host."""
     shards, b = setting.num_shards, setting.element_bytes
     if not setting.is_trained:
-        is_whole = setting.config.engine == "deepspeed" and setting.config.deepspeed.zero_stage < 3
+        is_whole = setting.config.zero_stage in (1, 2)
         return {"weights": setting.num_parameters * b / (1 if is_whole else shards), "moments": 0.0}, 0.0
     weights = MASTER * setting.num_parameters / shards
     moments = MOMENTS * setting.num_trained / shards
-    if setting.config.engine == "deepspeed":
-        copies = b * setting.num_parameters / (shards if setting.config.deepspeed.zero_stage == 3 else 1)
+    if setting.config.zero_stage:
+        copies = b * setting.num_parameters / (shards if setting.config.zero_stage == 3 else 1)
         if _is_offloaded(setting):
             return {"weights": copies, "moments": 0.0}, weights + moments + MASTER * setting.num_trained / shards
         return {"weights": weights + copies, "moments": moments}, 0.0
@@ -262,13 +261,12 @@ def _is_kept_whole(setting: RankSetting) -> bool:
 
 def _gradients(setting: RankSetting, share: float) -> float:
     """Bytes of float32 gradients, of this share of the trained parameters unless they are there already."""
-    if _is_offloaded(setting) and setting.config.engine == "fsdp":
+    if _is_offloaded(setting) and not setting.config.zero_stage:
         return 0.0
     trained = MASTER * setting.num_trained
     share = share if setting.is_only else 1.0
-    if setting.config.engine == "deepspeed":
-        stage = setting.config.deepspeed.zero_stage
-        return trained * share / (1 if stage == 1 else setting.num_shards)
+    if setting.config.zero_stage:
+        return trained * share / (1 if setting.config.zero_stage == 1 else setting.num_shards)
     if _is_kept_whole(setting) and not setting.is_only:
         return trained
     return trained * share / setting.num_shards
@@ -281,8 +279,8 @@ def _gathered(setting: RankSetting, num_layers: int, layers_left: int) -> float:
     """Bytes of whole weights that are there for a moment: the root's, and those of so many layers; or of all, in a
     model that is kept whole, until the last backward has come past them. `layers_left`: whose backward is to come."""
     b, layer = setting.element_bytes, setting.layer_parameters
-    if setting.config.engine == "deepspeed":
-        return num_layers * layer * b if setting.config.deepspeed.zero_stage == 3 else 0.0
+    if setting.config.zero_stage:
+        return num_layers * layer * b if setting.config.zero_stage == 3 else 0.0
     if _is_kept_whole(setting):
         num_whole = layers_left if setting.is_only else setting.shape.num_layers
         return b * (setting.root_parameters + num_whole * layer + setting.shape.tower_parameters)
@@ -297,7 +295,7 @@ def _in_flight(setting: RankSetting, *, reduced: bool) -> float:
     of_layer = setting.num_trained / setting.shape.num_layers
     if setting.trains_root:
         of_layer = setting.layer_parameters
-    if setting.config.engine == "deepspeed":
+    if setting.config.zero_stage:
         return setting.element_bytes * of_layer + MASTER * min(setting.num_trained, ZERO_BUCKET)
     return (setting.element_bytes + MASTER * reduced) * of_layer
 
@@ -345,7 +343,7 @@ def _seeing(setting: RankSetting, tower: TowerShape) -> dict[str, float]:
     gathered = 0.0
     if setting.is_trained or setting.num_shards > 1:
         gathered = _gathered(setting, 0, setting.shape.num_layers)
-        if setting.config.engine == "fsdp" and not _is_kept_whole(setting):
+        if not setting.config.zero_stage and not _is_kept_whole(setting):
             gathered += 2 * setting.element_bytes * tower.block_parameters
     of_patch = tower.block_saved(setting.element_bytes) + setting.element_bytes * tower.width
     return {
