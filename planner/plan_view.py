@@ -20,9 +20,9 @@ from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
-from penstock.orchestrator.configuration.memory.run_memory import GIB
+from penstock.orchestrator.configuration.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.overrides import CHOICES, parse
+from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.asked import (
     hours_of,

@@ -11,7 +11,7 @@ from typing import Any
 
 import penstock
 from penstock.cli.main import COMMANDS
-from penstock.cli.parser import make_parser
+from penstock.cli.main import make_parser
 from penstock.conf import errors
 from penstock.metering import table
 from penstock.metering.meters import Metric

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import COMMANDS
-from penstock.cli.parser import make_parser
+from penstock.cli.main import make_parser
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 

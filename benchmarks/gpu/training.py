@@ -23,8 +23,8 @@ from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
 from benchmarks.harness import new_table, parse_arguments, show, write_json
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
-from penstock.orchestrator.configuration.memory.rank_memory import RankSetting, rank_memory
+from penstock.orchestrator.configuration.model_shape import ModelShape
+from penstock.orchestrator.configuration.rank_memory import RankSetting, rank_memory
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
 

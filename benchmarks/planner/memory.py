@@ -14,8 +14,8 @@ from benchmarks.planner.published_rows import FILE
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.rank_memory import RankSetting, rank_memory
-from penstock.orchestrator.configuration.memory.run_memory import GIB
+from penstock.orchestrator.configuration.rank_memory import RankSetting, rank_memory
+from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.planner.asked import known_shape
 from penstock.planner.hardware import KINDS, Nodes
 from penstock.planner.lengths import Lengths

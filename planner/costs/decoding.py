@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.costs.measured import PACKAGE, Kernels
 from penstock.planner.hardware import GpuKind

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.planner.hardware import KINDS, GpuKind
 
 PACKAGE = "aiconfigurator-core"

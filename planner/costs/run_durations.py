@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.orchestrator.configuration.memory.run_memory import RunMemory
+from penstock.orchestrator.configuration.run_memory import RunMemory
 from penstock.planner.costs.decoding import Engine
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.costs.measured import kernels_of

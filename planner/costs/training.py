@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.planner.costs.decoding import active_parameters
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.hardware import GpuKind

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.orchestrator.configuration.memory.model_shape import ModelShape
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.planner.asked import known_shape
 from penstock.planner.costs.decoding import Engine, active_parameters
 from penstock.planner.costs.efficiencies import Efficiencies

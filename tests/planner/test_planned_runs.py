@@ -20,8 +20,8 @@ from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration import sweep, validate
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.known import ACCELERATOR
-from penstock.orchestrator.configuration.sweep_points import points_of
+from penstock.orchestrator.configuration.memory_view import ACCELERATOR
+from penstock.orchestrator.configuration.sweep import points_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner import asked
 from penstock.planner.plan_view import with_plan

@@ -15,9 +15,8 @@ from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.auto_memory import with_chosen
-from penstock.orchestrator.configuration.memory.known import ACCELERATOR, gpu_bytes
-from penstock.orchestrator.configuration.memory.run_memory import RunMemory
+from penstock.orchestrator.configuration.memory_view import ACCELERATOR, gpu_bytes
+from penstock.orchestrator.configuration.run_memory import RunMemory, with_chosen
 from penstock.planner.asked import overrides_of, search_of
 from penstock.planner.hardware import KINDS, GpuKind, Nodes
 from penstock.planner.search import Plan, Search

@@ -13,7 +13,7 @@ from penstock.conf.errors import ConfigError, ResourceError
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration import prerequisites
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.memory_view import wanted_bytes
+from penstock.orchestrator.configuration.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.validate import checks
 from penstock.planner.asked import hours_of, kinds_of, lengths_of, not_counted, overrides_of, search_of

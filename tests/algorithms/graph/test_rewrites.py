@@ -13,8 +13,7 @@ from penstock.algorithms.catalogue import (
 )
 from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES, Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.algorithms import SftConfig
-from penstock.conf.algorithms import PolicyGradientConfig
+from penstock.conf.algorithms import PolicyGradientConfig, SftConfig
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, DataflowError
 from penstock.conf.reward import WeightedRewardConfig

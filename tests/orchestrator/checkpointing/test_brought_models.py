@@ -9,7 +9,7 @@ from penstock.orchestrator.checkpointing.checkpoints import as_here, as_told, wi
 from penstock.orchestrator.checkpointing.resuming import check_fits
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.orchestrator.run_directory.mirrored import MirrorRecord
+from penstock.orchestrator.run_directory.mirror import MirrorRecord
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.conf.faults import CheckpointConfig
 from penstock.conf.run import RunConfig
@@ -203,7 +203,7 @@ from unittest.mock import Mock
 
 import torch
 
-from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig
 from penstock.conf.faults import CheckpointConfig
 from penstock.conf.errors import CheckpointError
 from penstock.conf.run import RunConfig

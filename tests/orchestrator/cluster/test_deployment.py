@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.cli.main import COMMANDS
-from penstock.cli.parser import make_parser
+from penstock.cli.main import COMMANDS, make_parser
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 

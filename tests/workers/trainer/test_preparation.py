@@ -12,7 +12,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss, value_loss
-from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig, PpoConfig, ReinforcePpConfig
+from penstock.conf.algorithms import PolicyGradientConfig, PpoConfig, ReinforcePpConfig
 from penstock.conf.errors import CheckpointError, DataflowError
 from penstock.store.data.rows import Rows
 from penstock.store.spec import StoreSpec

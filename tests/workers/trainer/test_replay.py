@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.algorithms.catalogue import dataflow_of
-from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig
+from penstock.conf.algorithms import PolicyGradientConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import ReplayConfig, TrainerConfig
