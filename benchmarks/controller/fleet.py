@@ -12,18 +12,17 @@ from benchmarks.controller.scale import Scale
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
-from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.fleet.member_table import FleetState, Member
-from penstock.orchestrator.cluster.fleet.store_process import StoreState
-from penstock.orchestrator.cluster.nodes.agents import AgentsState, NodeAgents
+from penstock.orchestrator.cluster.fleet.fleet import Fleet, FleetState, StoreState
+from penstock.orchestrator.cluster.fleet.member_table import Member
+from penstock.orchestrator.cluster.node_agents import AgentsState, NodeAgents
 from penstock.orchestrator.cluster.owners import OWNER, RunOwner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.ray_calls import answers
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store_actor import STORE
+from penstock.store.service.store_server import Endpoint
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.weights.publication.room import SharedMemory
 

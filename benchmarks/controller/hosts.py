@@ -20,9 +20,9 @@ from benchmarks.controller.scale import Scale, flow_of
 from penstock.orchestrator.cluster.owners import OWNER
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from penstock.store.service.store_actor import GC_THRESHOLD
+from penstock.store.service.store_server import Endpoint
 from penstock.store.spec import StoreSpec
 
 START_S = 120.0

@@ -15,7 +15,7 @@ from penstock.conf.errors import LeaseExpired
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed
 from penstock.workers.lifecycle.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress

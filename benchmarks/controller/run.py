@@ -38,7 +38,7 @@ from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import JsonLines, TensorBoard
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.service.server import Endpoint
+from penstock.store.service.store_server import Endpoint
 
 START_S = 600.0
 WARM_STEPS = 3

@@ -169,11 +169,6 @@ def _resolve(calling: "Future[None]", call: Callable[[], None]) -> None:
         calling.set_exception(error)
 
 
-def this_node() -> str:
-    """Ray's id of the node that this process is on."""
-    return str(ray.get_runtime_context().get_node_id())
-
-
 class Cluster:
     """The cluster that a run is on. One that this process was connected to already is used and left alone.
 

@@ -1,11 +1,19 @@
-"""Calls of actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors, which tell
-whether a new process can help.
+"""Calls of actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors, which says
+whether a new process can help (`is_recoverable`).
+
+Processes that wait for each other fail together, and which failure comes first is chance: a rank's "another rank is
+gone" arrives before Ray reports the death. So a failure that may be a consequence is held back for `CAUSE_GRACE_S`, and
+`cause_of` picks the one that explains the rest:
+
+    user's data or code, settings, bugs  ▸  the death of a process  ▸  deadlines  ▸  a partner or the store is gone
 """
 
 import asyncio
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, TypeVar
 
 import ray
@@ -13,13 +21,14 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from penstock.conf.errors import (
     DeadlineExceeded,
+    LeaseExpired,
     PartnerGone,
     PenstockError,
     WorkerDied,
     WorkerFailed,
     is_device_failure,
 )
-from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, Kind, cause_of, is_cause, kind_of
+from penstock.store.errors import RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
 
 Handles = Sequence[tuple[str, Any]]
 """Names and handles of actors."""
@@ -35,8 +44,85 @@ START = "start"
 """Phase in which processes start, for which Ray may have to make a runtime environment first."""
 PRESENT_S = 15.0
 """Seconds within which a living actor answers."""
+CAUSE_GRACE_S = 3.0
+"""Seconds that a consequence waits for its cause: Ray tells of a death within a second on a machine that is not
+overloaded."""
+MAX_OTHERS = 5
+MAX_OTHER_CHARS = 200
 T = TypeVar("T")
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
+
+
+class Kind(IntEnum):
+    """Kinds of failures: lower ones explain higher ones."""
+
+    ERROR = 0
+    """An error of the user's data or code, of settings, or a bug: it would come again."""
+    DEATH = 1
+    LATE = 2
+    CONSEQUENCE = 3
+    """A partner, the store or a node is gone."""
+
+
+def kind_of(error: BaseException) -> Kind:
+    if isinstance(error, PartnerGone | StoreClosed | StoreUnreachable | RowsUnreachable | RowsLost):
+        return Kind.CONSEQUENCE
+    if isinstance(error, DeadlineExceeded | LeaseExpired):
+        return Kind.LATE
+    if isinstance(error, WorkerDied) and not isinstance(error, WorkerFailed):
+        return Kind.DEATH
+    return Kind.ERROR
+
+
+def is_cause(error: BaseException) -> bool:
+    """Return whether an error needs no other failure to be explained."""
+    return kind_of(error) <= Kind.DEATH
+
+
+def cause_of(failures: Sequence[BaseException]) -> BaseException:
+    """The failure that explains the others, the first of its kind; its message lists them in short."""
+    cause = min(failures, key=kind_of)  # the first of several that are equal
+    told = {_line(cause)}
+    others = [line for line in dict.fromkeys(map(_line, failures)) if line not in told]
+    if not others:
+        return cause
+    listed = [f"  {line}" for line in others[:MAX_OTHERS]]
+    listed += [f"  and {len(others) - MAX_OTHERS} more"] if len(others) > MAX_OTHERS else []
+    text = "\n".join(["What failed with it:", *listed])
+    if isinstance(cause, PenstockError):
+        return type(cause)(f"{cause}\n{text}")
+    cause.add_note(text)
+    return cause
+
+
+def leaves(failures: BaseExceptionGroup[Any]) -> list[Any]:
+    """Failures in an exception group, in order, also of groups within it."""
+    found: list[Any] = []
+    for error in failures.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+async def held_back(work: Awaitable[T], grace_s: float = CAUSE_GRACE_S) -> T:
+    """Await work and return its result. In a task group, an error that may be a consequence is raised once another task
+    has failed, or after the grace."""
+    try:
+        return await work
+    except PenstockError as error:
+        if not is_cause(error):
+            with contextlib.suppress(asyncio.CancelledError):  # the task group ends: this failure is part of it
+                await asyncio.sleep(grace_s)
+        raise
+
+
+def first_line(error: object) -> str:
+    """The first line of an error's message that is not blank."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def _line(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {first_line(error)}"
+    return text if len(text) <= MAX_OTHER_CHARS else text[: MAX_OTHER_CHARS - 1] + "…"
 
 
 def translate(error: Exception, name: str) -> Exception:
@@ -59,10 +145,10 @@ def translate(error: Exception, name: str) -> Exception:
         return WorkerDied(
             f"{name} was ended by Ray's memory monitor, as its node ran out of memory: "
             f"{MEMORY_KEYS.get(name.partition('-')[0], 'place fewer actors on it')}, or use nodes with more memory "
-            f"({_first_line(str(error))})."
+            f"({_summary(error)})."
         )
     if isinstance(error, RayError):
-        return WorkerDied(f"{name} did not answer: {type(error).__name__}: {_first_line(str(error))}")
+        return WorkerDied(f"{name} did not answer: {type(error).__name__}: {_summary(error)}")
     return error
 
 
@@ -95,6 +181,25 @@ async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, ti
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def call_all(members: Handles, method: str, *arguments: Any, phase: str, timeout_s: float) -> list[Any]:
+    """Call a method of all members, with the same arguments and one deadline. Returns and raises as `answers` does."""
+    return await answers(_calls_of(members, method, arguments), phase=phase, timeout_s=timeout_s)
+
+
+async def try_all(members: Handles, method: str, *arguments: Any, phase: str, timeout_s: float) -> list[Any]:
+    """Call a method of all members as `call_all` does. Returns `outcomes`."""
+    return await outcomes(_calls_of(members, method, arguments), phase=phase, timeout_s=timeout_s)
+
+
+def get_from_all(members: Handles, method: str, *arguments: Any, phase: str, timeout_s: float) -> list[Any]:
+    """Call a method of all members as `call_all` does, for synchronous callers."""
+    return get_all(_calls_of(members, method, arguments), phase=phase, timeout_s=timeout_s)
+
+
+def _calls_of(members: Handles, method: str, arguments: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(name, getattr(handle, method).remote(*arguments)) for name, handle in members]
 
 
 async def answers_or_end(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
@@ -259,11 +364,11 @@ async def _as_coroutine(call: Awaitable[Any]) -> Any:
 def _reason(death: str) -> str:
     """The reason that Ray gives for an actor's death. If its constructor failed: what that raised, which comes last."""
     lines = [line.strip() for line in death.splitlines() if line.strip()]
-    return lines[-1] if lines and "creation task" in lines[0] else _first_line(death)
+    return lines[-1] if lines and "creation task" in lines[0] else _summary(death)
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+def _summary(error: object) -> str:
+    return first_line(error) or "no reason given"
 
 
 def _tail(text: str, num_lines: int = 12) -> str:

@@ -9,7 +9,7 @@ here.
 The placement of actors on the nodes of the present cluster, as `penstock validate` prints it.
 
 The way of the weights in a run, as `penstock validate` tells it: the transport, what each publication takes, and
-whether this machine has room for it. A cluster's nodes are asked when the run starts (`cluster/nodes/`).
+whether this machine has room for it. A cluster's nodes are asked when the run starts (`cluster/placement/`).
 """
 
 import asyncio

@@ -14,7 +14,7 @@ here. The store is told of a step once all ranks have reported it and copied the
 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
 
 Members that die are replaced while the others go on (`membership/supervisor.py`). Any other failure in a task ends the
-controller, with the error that explains the others (`failures.py`).
+controller, with the error that explains the others (`cause_of`).
 
 Engines and ranks that share the CPUs of one machine work at the same time or take turns, whichever makes a step
 faster. Chosen by the seconds of steps, since a trial before the run knows neither how long responses will be nor who
@@ -55,12 +55,10 @@ from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
-from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.nodes.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement.threads import are_tried
-from penstock.orchestrator.cluster.ray_calls import answers, translate
+from penstock.orchestrator.cluster.ray_calls import answers, cause_of, held_back, leaves, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.colocation import DeviceTurns
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
@@ -80,6 +78,7 @@ from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.membership.trainer_recovery import Incarnation, TrainerRecovery
 from penstock.orchestrator.observability.reporting.metrics import joined, update_metrics
 from penstock.orchestrator.observability.reporting.sinks import Sink
+from penstock.orchestrator.recovery.memory_checkpoints import MemoryCheckpoints
 from penstock.workers.trainer.report import StepReport
 
 Counted = tuple[Sequence[StepReport], dict[str, float]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.orchestrator.cluster.fleet.fleet import RollCall
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX
 
 ROLES = ("prompts", "rollout", "reward", "compute", "scorer", "trainer")

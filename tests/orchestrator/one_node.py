@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
+from penstock.orchestrator.cluster.node_agents import RelayNodes
 from tests.fakes.actors import FakeHandle
 
 

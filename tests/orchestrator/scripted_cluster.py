@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +19,11 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, MemoryCheckpointError, WeightError
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
+from penstock.orchestrator.cluster import node_agents as agents_module
 from penstock.orchestrator.cluster.fleet import capacity as capacity_module
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.nodes import files as files_module
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement import reservation as reservation_module
 from penstock.orchestrator.cluster.placement.actors import plan_actors
@@ -77,8 +76,8 @@ class Cluster:
         for module in (reservation_module, capacity_module):
             for name in ("cluster_nodes", "free_nodes"):
                 monkeypatch.setattr(module, name, lambda: list(self.nodes), raising=False)
-        here = SimpleNamespace(get_node_id=lambda: f"{1:056x}")
-        monkeypatch.setattr(files_module, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+
+        monkeypatch.setattr(agents_module, "this_node", lambda: f"{1:056x}")
 
 
 class Agent(scripted.Agent):

@@ -20,7 +20,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
-from penstock.orchestrator.cluster.nodes.memory_checkpoints import StateNodes
+from penstock.orchestrator.cluster.node_agents import StateNodes
 from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
@@ -31,8 +31,8 @@ from penstock.orchestrator.observability.reporting.progress import ProgressDispl
 from penstock.orchestrator.observability.reporting.sinks import JsonLines, Sink
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import SharedLease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.epoch import Epoch
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store

@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
-from penstock.store.service.messages import CALLS, MANY
 from penstock.store.service.store import Store
+from penstock.store.service.wire import CALLS, MANY
 
 
 class MortalStore(Store):

@@ -14,9 +14,9 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, replaces_members
 from penstock.metering.ray_export import Origin
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
-from penstock.orchestrator.cluster.nodes.files import NodeFiles
-from penstock.orchestrator.cluster.nodes.shared_memory import bytes_published
+from penstock.orchestrator.cluster.node_agents import NodeFiles
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, origin_of, reward_of
+from penstock.orchestrator.cluster.placement.assignment import bytes_published
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
@@ -286,7 +286,7 @@ class ActorMaker:
 def is_exact(config: RunConfig, flow: Dataflow) -> bool:
     """Return whether the weights that a run ends with are to depend on nothing but its settings: without staleness, and
     if responses are sampled by an engine that does not batch groups."""
-    return config.max_staleness == 0 and (config.rollout.engine != "vllm" or not flow.of_kind("rollout"))
+    return config.max_staleness == 0 and (config.rollout.capabilities.is_exact or not flow.of_kind("rollout"))
 
 
 def cores_here() -> int:

@@ -21,13 +21,18 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents, StartedAgent
-from penstock.orchestrator.cluster.nodes.shared_memory import check_room
+from penstock.orchestrator.cluster.node_agents import NodeAgents, StartedAgent
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
-from penstock.orchestrator.cluster.placement.assignment import engines_to_add, next_of
+from penstock.orchestrator.cluster.placement.assignment import check_room, engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
-from penstock.orchestrator.cluster.placement.queue import names_of_groups, runs_ahead
-from penstock.orchestrator.cluster.placement.reservation import Claim, Reservation, received, withdraw
+from penstock.orchestrator.cluster.placement.reservation import (
+    Claim,
+    Reservation,
+    names_of_groups,
+    received,
+    runs_ahead,
+    withdraw,
+)
 from penstock.orchestrator.cluster.ray_calls import in_thread, look
 
 CHANGING = ("rollout", "reward")

@@ -1,18 +1,20 @@
-"""The actors of a run: started from the plan, named for the dashboard, replaced when they die, ended without leaving a
-process behind.
+"""The actors of a run, with its store: started from the plan, named for the dashboard, replaced when they die, ended
+without leaving a process behind.
 
 `controller.py` drives a fleet over a store; `session.py` drives one without a store, for loops that people write.
 
-What many members are asked at once: by way of the agents of their nodes.
+`RollCall` asks many members the same question, by way of their nodes' agents:
 
-few members    controller ─▶ each of them
-many           controller ─▶ the agent of each node ─▶ its members: one call and one answer a node
-               controller ─▶ each that no agent has brought an answer of
+    few members    controller ─▶ each of them
+    many           controller ─▶ the agent of each node ─▶ its members: one call and one answer a node
+                   controller ─▶ each member whose answer no agent has brought
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +24,157 @@ from ray.exceptions import RayError
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import NotStarted
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.failures import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources, cores_here
 from penstock.orchestrator.cluster.fleet.capacity import Capacity
-from penstock.orchestrator.cluster.fleet.member_table import GANGS, FleetState, MemberTable
-from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
-from penstock.orchestrator.cluster.nodes.files import NodeFiles
-from penstock.orchestrator.cluster.nodes.memory_checkpoints import POLICY, StateNodes
-from penstock.orchestrator.cluster.nodes.shared_memory import bytes_published, check_room
-from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
-from penstock.orchestrator.cluster.owners import RunOwner
+from penstock.orchestrator.cluster.fleet.member_table import GANGS, Member, MemberTable
+from penstock.orchestrator.cluster.node_agents import POLICY, AgentsState, NodeAgents, NodeFiles, RelayNodes, StateNodes
+from penstock.orchestrator.cluster.owners import Owner, RunOwner
 from penstock.orchestrator.cluster.placement.actors import (
     ActorPlan,
     has_gpus_of_ranks,
+    origin_of,
     ranks_of,
     start_rounds,
 )
+from penstock.orchestrator.cluster.placement.assignment import bytes_published, check_room
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Trial, threads_of
-from penstock.orchestrator.cluster.ray_calls import Handles, answers, get_all, in_thread, outcomes
+from penstock.orchestrator.cluster.ray_calls import (
+    Handles,
+    Kind,
+    answer,
+    answers,
+    get_all,
+    in_thread,
+    kind_of,
+    outcomes,
+)
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.store.service.store_actor import STORE
+from penstock.store.service.store_actor import STORE, create_store_actor, end_store_actor
+from penstock.store.spec import StoreSpec
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 from penstock.workers.node.file_service import FileSet
+
+DEAD_S = 1.0
+"""Seconds for a store that seems lost to answer all the same, before it is killed."""
+
+
+@dataclass(frozen=True)
+class StoreState:
+    """The facts that another process needs to go on with a store."""
+
+    name: str
+    """The store's name in Ray."""
+    num_made: int
+
+
+class StoreProcess:
+    """Lifecycle: `start`, or `adopt` one; `replace` any number of times; `end`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        namespace: str,
+        agents: NodeAgents,
+        node: str,
+        options: Callable[[], Mapping[str, Any]],
+        crosses_nodes: bool,
+        owner: Owner,
+    ) -> None:
+        """`node`: Ray's id of the store's node. `options`: those for Ray, at each start. `crosses_nodes`: large batches
+        may lie on several nodes."""
+        self.handle: Any = None
+        self._owner = owner
+        self._config, self._flow, self._namespace = config, flow, namespace
+        self._agents, self._node, self._options = agents, node, options
+        self._crosses_nodes = crosses_nodes
+        self._num_made = 0
+        self._scratch = ""
+
+    def start(self, snapshot: str | None) -> None:
+        """Start the store. `snapshot`: what it goes on from; None: nothing."""
+        self._num_made += 1
+        timeout_s = self._config.rollout.start_timeout_s
+        self.handle = create_store_actor(
+            StoreSpec.of(self._flow, self._config),
+            self._namespace,
+            self._name,
+            restore=snapshot,
+            ports=self._config.cluster.ports,
+            nodes=self._agents.rows_nodes(timeout_s) if self._crosses_nodes else None,
+            options=self._options(),
+            make=self._owner.make,
+            origin=origin_of(self._config, self._namespace, "store", STORE),
+        )
+
+    @property
+    def state(self) -> StoreState:
+        """The present state."""
+        return StoreState(self._name, self._num_made)
+
+    def adopt(self, state: StoreState, handles: Mapping[str, Any]) -> None:
+        """Go on with a store that is there. `handles`: by the actors' names in Ray."""
+        self.handle, self._num_made = handles[state.name], state.num_made
+
+    @property
+    def _name(self) -> str:
+        """The store's name in Ray. Names of dead actors are free late, so later stores have a number."""
+        return STORE if self._num_made == 1 else f"{STORE}.{self._num_made}"
+
+    async def replace(self, snapshot: str | None, timeout_s: float) -> None:
+        """End the store, with all rows that lie on nodes, and start another. Raises what that raises,
+        `DeadlineExceeded`, `TakenOver`."""
+        await asyncio.to_thread(self._owner.confirm)
+        await asyncio.to_thread(self._end, DEAD_S)
+        calls = [(name, handle.clear_rows.remote()) for name, handle in self._agents.members.values()]
+        await outcomes(calls, phase="clear rows", timeout_s=timeout_s)  # of a node that is gone, all are
+        await asyncio.to_thread(self.start, snapshot)
+        await answer(self.handle.endpoint.remote(), name=STORE, phase="start", timeout_s=timeout_s)
+
+    async def scratch(self, timeout_s: float) -> str:
+        """A directory on the store's node that stays until the run ends. Raises `ResourceError`, `DeadlineExceeded`."""
+        if not self._scratch:
+            name, agent = self._agents.members[self._node]
+            self._scratch = await answer(agent.scratch.remote(), name=name, phase="scratch", timeout_s=timeout_s)
+        return self._scratch
+
+    def end(self, grace_s: float) -> None:
+        """End the store, once no process reads its files any more."""
+        if self.handle is not None:
+            self._end(grace_s)
+        self.handle = None
+
+    def _end(self, timeout_s: float) -> None:
+        end_store_actor(self.handle, self._config.store.spill_dir, timeout_s, self._owner.end)
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """The fleet at one moment: what a process needs to go on with a fleet that another one has started, as plain data
+    without handles. Members that start or join at that moment are not in it."""
+
+    members: list[Member]
+    """The table of members, without handles."""
+    names: dict[str, str]
+    """Names in Ray of the actors that serve, by the member's name."""
+    reservation: Reservation
+    agents: AgentsState
+    places: dict[tuple[str, str], str]
+    """Places of the driver's files on other nodes, by node and the driver's path."""
+    store: StoreState | None
+    cores: dict[str, int]
+    """Number of cores, by node."""
+    takes_turns: bool = False
+    """Whether engines and ranks take turns on the CPUs."""
+
+    @property
+    def all_names(self) -> list[str]:
+        """Names of all actors in Ray."""
+        stores = [self.store.name] if self.store is not None else []
+        return [*self.names.values(), *self.agents.members.values(), *stores]
+
 
 MANY = 100
 """Least number of members for which agents are asked. Fewer are asked themselves."""

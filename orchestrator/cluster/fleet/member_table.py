@@ -16,11 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.conf.errors import DeadlineExceeded
-from penstock.orchestrator.cluster.fleet.store_process import StoreState
-from penstock.orchestrator.cluster.nodes.agents import AgentsState
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
-from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.ray_calls import Handles
 
 GANGS = ("trainer", "scorer")
@@ -180,29 +177,3 @@ class MemberTable:
 
     def _present(self) -> Iterator[Member]:
         return (member for member in self._members.values() if not member.has_left)
-
-
-@dataclass(frozen=True)
-class FleetState:
-    """The fleet at one moment: what a process needs to go on with a fleet that another one has started, as plain data
-    without handles. Members that start or join at that moment are not in it."""
-
-    members: list[Member]
-    """The table of members, without handles."""
-    names: dict[str, str]
-    """Names in Ray of the actors that serve, by the member's name."""
-    reservation: Reservation
-    agents: AgentsState
-    places: dict[tuple[str, str], str]
-    """Places of the driver's files on other nodes, by node and the driver's path."""
-    store: StoreState | None
-    cores: dict[str, int]
-    """Number of cores, by node."""
-    takes_turns: bool = False
-    """Whether engines and ranks take turns on the CPUs."""
-
-    @property
-    def all_names(self) -> list[str]:
-        """Names of all actors in Ray."""
-        stores = [self.store.name] if self.store is not None else []
-        return [*self.names.values(), *self.agents.members.values(), *stores]

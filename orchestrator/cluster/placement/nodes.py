@@ -54,11 +54,15 @@ def titles(nodes: Sequence[Node]) -> dict[str, str]:
     return result
 
 
+def this_node() -> str:
+    """Ray's id of the node that this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def cluster_nodes() -> list[Node]:
     """Living nodes, the driver's first, then by address."""
-    driver = ray.get_runtime_context().get_node_id()
     entries: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return in_order([node_of(entry) for entry in entries if entry["Alive"]], driver)
+    return in_order([node_of(entry) for entry in entries if entry["Alive"]], this_node())
 
 
 def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:

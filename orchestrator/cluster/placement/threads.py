@@ -102,7 +102,7 @@ def are_tried(config: RunConfig) -> bool:
     number of theirs is not given."""
     on_gpus = config.rollout.num_gpus_per_worker or config.trainer.num_gpus_per_rank
     given = config.rollout.num_threads and config.trainer.num_threads
-    return config.max_staleness > 0 and config.rollout.engine == "vllm" and not on_gpus and not given
+    return config.max_staleness > 0 and config.rollout.capabilities.changes_threads and not on_gpus and not given
 
 
 def shared_nodes(

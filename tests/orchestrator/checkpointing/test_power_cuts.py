@@ -22,7 +22,7 @@ from penstock.orchestrator.loops.saved_states import SavedStates
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.workers.machine.files import SavedFile, saved_file
 from penstock.workers.machine.local_files import filling

@@ -16,7 +16,7 @@ from penstock.conf.errors import (
     WorkerDied,
     WorkerFailed,
 )
-from penstock.orchestrator.cluster.failures import MAX_OTHERS, cause_of, held_back, is_cause, leaves
+from penstock.orchestrator.cluster.ray_calls import MAX_OTHERS, cause_of, held_back, is_cause, leaves
 from penstock.store.errors import RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
 
 ORDER = [

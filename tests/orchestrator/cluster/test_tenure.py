@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import TakenOver
-from penstock.orchestrator.cluster.owner_actor import Tenure
+from penstock.orchestrator.cluster.owners import Tenure
 
 LEASE_S = 60.0
 

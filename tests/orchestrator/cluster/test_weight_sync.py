@@ -8,8 +8,8 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
-from penstock.orchestrator.cluster.nodes import weight_relays
-from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
+from penstock.orchestrator.cluster import weight_sync as weight_sync_module
+from penstock.orchestrator.cluster.node_agents import RelayNodes
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.workers.weights.transport import Delivery
@@ -250,8 +250,8 @@ def test_an_engine_whose_node_was_away_when_ranks_came_back_gets_the_version(
 def test_a_version_whose_source_is_gone_is_awaited_no_longer_nor_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weight_relays, "PASSED_ON_S", 0.1)
-    monkeypatch.setattr(weight_relays, "LOOK_S", 0.01)
+    monkeypatch.setattr(weight_sync_module, "PASSED_ON_S", 0.1)
+    monkeypatch.setattr(weight_sync_module, "SOURCE_CHECK_S", 0.01)
     actors = NotingActors({"trainer": 1, "rollout": 1})
     where = {"trainer-0": "x", "rollout-0": "a", "rollout-1": "b"}
     agents = {node: (node, actors.handle(node)) for node in "xab"}

@@ -15,7 +15,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import CheckpointError, DataError, PartnerGone, PenstockError, WeightError, WorkerDied
 from penstock.orchestrator import signals
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
-from penstock.orchestrator.cluster.nodes.memory_checkpoints import StateNodes
+from penstock.orchestrator.cluster.node_agents import StateNodes
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller, TrainingResult

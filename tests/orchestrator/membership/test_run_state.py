@@ -8,7 +8,7 @@ import pytest
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.fleet.member_table import FleetState
+from penstock.orchestrator.cluster.fleet.fleet import FleetState
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.membership.handover import Identity, RunState, identity_of, pack, unpack
 from penstock.orchestrator.membership.takeover import TakeoverPoint

@@ -21,10 +21,10 @@ from penstock.orchestrator.membership.store_recovery import StepJournal, StoreRe
 from penstock.orchestrator.membership.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import StoreUnreachable
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from tests.amounts import amount
 from tests.fakes.actors import FakeHandle, never
 from tests.metering.measured import measured

@@ -16,7 +16,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.network.handshake import new_token
 from penstock.orchestrator.cluster.fleet.fleet import RollCall
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.membership.liveness import ALIVE, Liveness, VerdictKind
 from penstock.workers.lifecycle.progress import SERVING, STARTING, WAITING
@@ -155,7 +155,7 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
     from penstock.algorithms.losses import sft_loss
     from penstock.conf.model import FreshModelConfig
     from penstock.conf.trainer import TrainerConfig
-    from penstock.store.client.client import StoreClient
+    from penstock.store.client.store_client import StoreClient
     from penstock.store.service.store_actor import create_store_actor, end_store_actor
     from penstock.workers.fresh_model import build_fresh_model
     from penstock.workers.trainer.spec import TrainerSpec

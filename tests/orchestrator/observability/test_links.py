@@ -8,7 +8,7 @@ import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address
-from penstock.orchestrator.cluster.nodes.weight_relays import RelayNodes
+from penstock.orchestrator.cluster.node_agents import RelayNodes
 from penstock.orchestrator.observability.link_speeds import Links
 from tests.fakes.actors import FakeHandle, never
 from tests.virtual_time import run_virtually

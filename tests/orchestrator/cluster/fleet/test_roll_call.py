@@ -8,7 +8,7 @@ import pytest
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.fleet.fleet import RollCall
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.workers.node.node_actor import NodeActors
 from tests.fakes.actors import FakeHandle, never
 

@@ -11,7 +11,7 @@ import pytest
 from ray.util.placement_group import validate_placement_group
 
 from penstock.orchestrator.cluster.owners import ThisProcess
-from penstock.orchestrator.cluster.placement import queue, reservation
+from penstock.orchestrator.cluster.placement import reservation
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node
 
 
@@ -47,11 +47,10 @@ class FakeRay:
 
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = SimpleNamespace(monotonic=lambda: self._now, sleep=self.sleep, time_ns=self._time_ns)
-        for module in (queue, reservation):
-            monkeypatch.setattr(module, "time", clock)
-            monkeypatch.setattr(module, "remove_placement_group", self.remove)
-            monkeypatch.setattr(module, "placement_group_table", self.table)
-        monkeypatch.setattr(queue, "reserved", self.reserve)
+        monkeypatch.setattr(reservation, "time", clock)
+        monkeypatch.setattr(reservation, "remove_placement_group", self.remove)
+        monkeypatch.setattr(reservation, "placement_group_table", self.table)
+        monkeypatch.setattr(reservation, "reserved", self.reserve)
         monkeypatch.setattr(ThisProcess, "reserve", lambda _, *arguments: self.reserve(*arguments))
         monkeypatch.setattr(reservation, "cluster_nodes", lambda: list(self.nodes))
         monkeypatch.setattr(reservation, "free_nodes", self.free)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, pairs
-from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
-from penstock.orchestrator.cluster.placement.filling import Need, Room
+from penstock.orchestrator.cluster.placement.assignment import Assignment, Need, Room, assign
 from penstock.orchestrator.cluster.placement.nodes import Node, in_order, titles
 from tests.orchestrator.cluster.placement.clusters import assigned, node, places, planned
 

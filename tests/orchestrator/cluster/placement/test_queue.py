@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node
-from penstock.orchestrator.cluster.placement.queue import Queue, bundles_by_node, labels_of, runs_ahead
-from penstock.orchestrator.cluster.placement.reservation import Reservation
+from penstock.orchestrator.cluster.placement.reservation import (
+    Queue,
+    Reservation,
+    bundles_by_node,
+    labels_of,
+    runs_ahead,
+)
 from tests.orchestrator.cluster.placement.clusters import node, planned
 from tests.orchestrator.cluster.placement.fake_ray import FakeRay
 

@@ -13,14 +13,14 @@ from ray.util.placement_group import placement_group_table
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.nodes.agents import NodeAgents
+from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.placement import reservation
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, free_nodes
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory.memory_view import with_memory
+from penstock.orchestrator.configuration.memory_view import with_memory
 from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.cluster.placement.clusters import planned

@@ -12,7 +12,7 @@ from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting.status import print_status, print_store
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group
