@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.fleet.member_table import FleetState
+from penstock.orchestrator.cluster.fleet.fleet import FleetState
 from penstock.orchestrator.cluster.owners import Owner, RunOwner
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 

@@ -21,8 +21,7 @@ from typing import Any
 from penstock.conf.errors import CannotScale, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import replaces_members, takes_newcomers
-from penstock.orchestrator.cluster.failures import first_line, held_back
-from penstock.orchestrator.cluster.ray_calls import Handles, outcomes, translate
+from penstock.orchestrator.cluster.ray_calls import Handles, first_line, held_back, outcomes, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext

@@ -21,8 +21,7 @@ from typing import Any
 from penstock.conf.errors import PenstockError
 from penstock.metering.meters import Meters
 from penstock.metering.table import RUN_LOST, RUN_REPLACED
-from penstock.orchestrator.cluster.failures import first_line
-from penstock.orchestrator.cluster.ray_calls import is_recoverable
+from penstock.orchestrator.cluster.ray_calls import first_line, is_recoverable
 from penstock.orchestrator.membership.recoveries import Recoveries
 from penstock.orchestrator.membership.recovery import Restart
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

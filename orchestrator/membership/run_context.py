@@ -7,7 +7,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 
 
 @dataclass(frozen=True)

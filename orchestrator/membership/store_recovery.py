@@ -5,7 +5,7 @@ is told what was trained since.
     a call fails ─▶ is the store there? ─▶ another from the snapshot ─▶ catch_up(rows trained since) ─▶ members serve it
 
 Which rows each step has trained is in the journal of the run's steps. What was not trained comes again, with its number
-and its seed (`store/ledger/catching_up.py`).
+and its seed (`store/ledger/ledger.py`).
 
     all ranks have made a step ─▶ note: the run's owner has it ─▶ the store is told
 
@@ -24,10 +24,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.conf.errors import PenstockError, StoreDied
-from penstock.orchestrator.cluster.failures import Kind, kind_of
-from penstock.orchestrator.cluster.fleet.store_process import StoreProcess
+from penstock.orchestrator.cluster.fleet.fleet import StoreProcess
 from penstock.orchestrator.cluster.owners import Owner
-from penstock.orchestrator.cluster.ray_calls import PRESENT_S, answer, look, outcomes
+from penstock.orchestrator.cluster.ray_calls import PRESENT_S, Kind, answer, kind_of, look, outcomes
 from penstock.orchestrator.membership.restarts import Restarts
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.store.service.store_actor import STORE

@@ -15,9 +15,16 @@ from functools import partial
 from typing import Any
 
 from penstock.conf.errors import PartnerGone, StoreDied, WorkerDied
-from penstock.orchestrator.cluster.failures import CAUSE_GRACE_S, cause_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import PRESENT_S, Handles, is_recoverable, outcomes, translate
+from penstock.orchestrator.cluster.ray_calls import (
+    CAUSE_GRACE_S,
+    PRESENT_S,
+    Handles,
+    cause_of,
+    is_recoverable,
+    outcomes,
+    translate,
+)
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery

@@ -27,7 +27,7 @@ from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.cluster.ray_calls import answer, answers, outcomes
 from penstock.orchestrator.membership.handover import Identity, RunState, unpack
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store_actor import STORE
 from penstock.workers.lifecycle.progress import IDLE, Progress
 from penstock.workers.trainer.report import StepReport

@@ -7,7 +7,7 @@
 A step is trained once the store has been told so, after all ranks have copied their state. So the ledger decides:
 either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has the copy
 of the step before. Ranks whose node has left start elsewhere, from the copies that another node has
-(`orchestrator/cluster/nodes/memory_checkpoints.py`). Each rank reads its own (`workers/trainer/memory_checkpoint/`).
+(`orchestrator/recovery/memory_checkpoints.py`). Each rank reads its own (`workers/trainer/memory_checkpoint/`).
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from functools import partial
 from typing import TypeVar
 
 from penstock.conf.errors import DeadlineExceeded, MemoryCheckpointError, PenstockError
-from penstock.orchestrator.cluster.nodes.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.cluster.ray_calls import Handles, answers, is_recoverable, outcomes
 from penstock.orchestrator.membership.restarts import Restarts, title_of
 from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.membership.supervisor import Supervisor
+from penstock.orchestrator.recovery.memory_checkpoints import MemoryCheckpoints
 from penstock.workers.lifecycle.progress import WAITING, Progress
 
 ROLE = "trainer"
