@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.conf.capabilities import ROLLOUT_ENGINES
 from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.rollout import RolloutConfig
 
@@ -60,7 +61,7 @@ class JudgeConfig:
     """Further options of the engine, as rollout.engine_options."""
 
     def __post_init__(self) -> None:
-        one_of("reward.judge.engine", self.engine, ("vllm", "hf"))
+        one_of("reward.judge.engine", self.engine, [name for name, one in ROLLOUT_ENGINES.items() if one.has_model])
         one_of("reward.judge.dtype", self.dtype, ("float32", "bfloat16"))
         at_least("reward.judge.num_gpus", self.num_gpus, 0)
         at_least("reward.judge.max_model_len", self.max_model_len, 2)
@@ -70,9 +71,9 @@ class JudgeConfig:
 
     @property
     def rollout(self) -> RolloutConfig:
-        """The engine's settings as engines are told. A schema alone lets a model write spaces without end."""
-        strict = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
-        options = (strict if self.engine == "vllm" else {}) | self.engine_options
+        """The engine's settings as those of an engine for rollouts. A schema alone lets a model write spaces without
+        end."""
+        options = {**(ROLLOUT_ENGINES[self.engine].options or {}), **self.engine_options}
         return RolloutConfig(
             engine=self.engine, num_gpus_per_worker=self.num_gpus, dtype=self.dtype, max_model_len=self.max_model_len,
             max_concurrent_samples=self.max_concurrent_samples, kv_cache_gib=self.kv_cache_gib,

@@ -1,13 +1,13 @@
 """The sampling of responses, the engines that do it, and the options of vLLM's engine that a run may set."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.conf.capabilities import ROLLOUT_ENGINES, RolloutCapabilities
 from penstock.conf.checks import AUTO, above, at_least, auto_or_number, is_utf8, one_of, within
 from penstock.conf.errors import ConfigError
 
-ENGINES = ("vllm", "hf", "scripted")
 LIMITS = ("length", "turns", "tokens", "context", "time")
 """Limits that truncate: a response by its longest length, and attempts in environments by any of them."""
 TRUNCATED = ("train", "mask", "drop")
@@ -198,8 +198,8 @@ class RolloutConfig:
     """Settings of the scripted engine alone."""
 
     def __post_init__(self) -> None:
-        one_of("rollout.engine", self.engine, ENGINES)
-        check_engine_options(self.engine_options, self.engine, bool(self.num_gpus_per_worker))
+        one_of("rollout.engine", self.engine, ROLLOUT_ENGINES)
+        self._check_engine_options()
         self._check_router_replay()
         for limit, treatment in self.truncated.items():
             one_of("rollout.truncated", limit, LIMITS)
@@ -231,13 +231,43 @@ class RolloutConfig:
 
     def _check_router_replay(self) -> None:
         """Refuse engines that cannot say which experts they chose."""
-        if self.router_replay and self.engine == "vllm" and not self.num_gpus_per_worker:
+        devices = self.capabilities.record_experts_on
+        if not self.router_replay or self.device in devices:
+            return
+        if devices:
             raise ConfigError(
-                "rollout.router_replay=true: vLLM records the experts of each token on GPUs only, and "
-                "rollout.num_gpus_per_worker=0. Set rollout.engine=hf, give the engine a GPU, or leave it out."
+                f"rollout.router_replay=true: rollout.engine={self.engine} records the experts of each token on GPUs "
+                "only, and rollout.num_gpus_per_worker=0. Set rollout.engine=hf, give the engine a GPU, or "
+                "leave it out."
             )
-        if self.router_replay and self.engine == "scripted":
-            raise ConfigError("rollout.router_replay=true: rollout.engine=scripted has no experts. Leave it out.")
+        raise ConfigError(f"rollout.router_replay=true: rollout.engine={self.engine} has no experts. Leave it out.")
+
+    def _check_engine_options(self) -> None:
+        """Raise `ConfigError` that names what is to be set instead of an option, or why it cannot be set. vLLM itself
+        refuses options that it does not know, when the engine starts."""
+        if self.engine_options and self.capabilities.options is None:
+            raise ConfigError(f"rollout.engine_options are vLLM's, and rollout.engine={self.engine}. Leave them out.")
+        for name, value in self.engine_options.items():
+            what = f"rollout.engine_options.{name}={value}"
+            if name in OWN_KEYS:
+                raise ConfigError(f"{what}: set {OWN_KEYS[name]} instead.")
+            if why := BROKEN.get(name) or (not self.num_gpus_per_worker and ON_CPU.get(name)):
+                raise ConfigError(f"{what}: cannot be set: {why}.")
+            if name == "quantization" and value not in (None, *QUANTIZED_ONLINE):
+                raise ConfigError(
+                    f"{what}: such engines cannot take publications, which are of whole weights. Use online "
+                    f"quantization, one of {', '.join(QUANTIZED_ONLINE)}, of a model that is not quantized."
+                )
+
+    @property
+    def capabilities(self) -> RolloutCapabilities:
+        """Capabilities of the engine; of the default one as long as `engine` is an interpolation."""
+        return ROLLOUT_ENGINES.get(self.engine, ROLLOUT_ENGINES[RolloutConfig.engine])
+
+    @property
+    def device(self) -> str:
+        """Device of the engine: gpu or cpu."""
+        return "gpu" if self.num_gpus_per_worker else "cpu"
 
     def truncated_to(self, treatment: str) -> frozenset[str]:
         """The limits whose samples are treated so: `mask` or `drop`."""
@@ -258,21 +288,3 @@ class RolloutConfig:
     def least_workers(self) -> int:
         """Number of engines that the run cannot begin without."""
         return self.num_workers if isinstance(self.num_workers, int) else 1
-
-
-def check_engine_options(options: Mapping[str, Any], engine: str, on_gpu: bool) -> None:
-    """Check `rollout.engine_options`. Raises `ConfigError` that names what is to be set instead, or why it cannot be.
-    Whether vLLM knows an option is told when the engine starts."""
-    if options and engine != "vllm":
-        raise ConfigError(f"rollout.engine_options are vLLM's, and rollout.engine={engine}. Leave them out.")
-    for name, value in options.items():
-        what = f"rollout.engine_options.{name}={value}"
-        if name in OWN_KEYS:
-            raise ConfigError(f"{what}: set {OWN_KEYS[name]} instead.")
-        if why := BROKEN.get(name) or (not on_gpu and ON_CPU.get(name)):
-            raise ConfigError(f"{what}: cannot be set: {why}.")
-        if name == "quantization" and value not in (None, *QUANTIZED_ONLINE):
-            raise ConfigError(
-                f"{what}: such engines cannot take publications, which are of whole weights. Use online quantization, "
-                f"one of {', '.join(QUANTIZED_ONLINE)}, of a model that is not quantized."
-            )

@@ -5,6 +5,7 @@ be.
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.conf.capabilities import ROLLOUT_ENGINES, names_with
 from penstock.conf.checks import above, at_least, one_of
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
@@ -15,8 +16,6 @@ STREAMS = ("ipc", "nccl", "nccl_m2n")
 """Transports that stream from GPU to GPU, while engines wait; vLLM's own weight-transfer backends, by its names."""
 SYNC_PHASES = 10
 """Most phases of one side of a weight sync, each with weights.phase_timeout_s."""
-VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can make room for; an adapter gets the next larger one."""
 
 
 @dataclass
@@ -91,11 +90,11 @@ def _check_adapter(wanted: str, config: Ends) -> None:
             f"weights.transport={wanted}: it streams whole models, and trainer.lora.publish=adapter. Use "
             "weights.transport=shm, or trainer.lora.publish=merged."
         )
-    rank, largest = config.trainer.lora.rank, max(VLLM_LORA_RANKS)
-    if config.rollout.engine == "vllm" and rank > largest:
+    rank, ranks = config.trainer.lora.rank, config.rollout.capabilities.lora_ranks
+    if ranks and rank > max(ranks):
         raise ConfigError(
-            f"trainer.lora.rank={rank}: vLLM serves adapters of rank {largest} at most. Lower it, or set "
-            "trainer.lora.publish=merged."
+            f"trainer.lora.rank={rank}: rollout.engine={config.rollout.engine} serves adapters of rank {max(ranks)} at "
+            "most. Lower it, or set trainer.lora.publish=merged."
         )
 
 
@@ -110,10 +109,11 @@ def _check_stream(wanted: str, config: Ends) -> None:
             f"{key}: trainers and engines meet at the start, and rollout.num_workers=auto lets engines come later. Use "
             "weights.transport=shm, or a number of engines."
         )
-    if config.rollout.engine != "vllm":
+    if not config.rollout.capabilities.receives_streams:
+        names = names_with("receives_streams", ROLLOUT_ENGINES)
         raise ConfigError(
-            f"{key}: only vLLM engines receive it, and rollout.engine={config.rollout.engine}. Use "
-            "weights.transport=shm or rollout.engine=vllm."
+            f"{key}: only {names} engines receive it, and rollout.engine={config.rollout.engine}. Use "
+            f"weights.transport=shm or rollout.engine={names}."
         )
     for section, count in (
         ("trainer.num_gpus_per_rank", config.trainer.num_gpus_per_rank),
@@ -124,7 +124,7 @@ def _check_stream(wanted: str, config: Ends) -> None:
                 f"{key}: it moves weights from GPU to GPU, and {section}=0. Use weights.transport=shm, or give it GPUs."
             )
     _check_place(wanted, key, config)
-    if wanted == "nccl_m2n" and config.trainer.engine != "fsdp":
+    if wanted == "nccl_m2n" and not config.trainer.capabilities.streams_shards:
         raise ConfigError(
             f"{key}: it reads the shards of FSDP2, and trainer.engine={config.trainer.engine}. Use "
             "weights.transport=nccl or trainer.engine=fsdp."

@@ -183,7 +183,8 @@ def is_planned(config: RunConfig) -> bool:
         return False
     flow = dataflow_of(config)
     roles = {actor.role for actor in plan_actors(flow, config) if actor.num_gpus}
-    return {"rollout", "trainer"} <= roles <= {"rollout", "trainer", "scorer"} and config.rollout.engine == "vllm"
+    can_plan = {"rollout", "trainer"} <= roles <= {"rollout", "trainer", "scorer"}
+    return can_plan and config.rollout.capabilities.is_estimated
 
 
 def wide_console() -> Console:

@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.capabilities import ROLLOUT_ENGINES, names_with
 from penstock.conf.errors import ConfigError, PenstockError, is_refusal
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.serve import ServeConfig, hash_of
@@ -192,8 +193,9 @@ def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
 
 def served(config: RunConfig) -> RunConfig:
     """The configuration of a server: without what only a run has. Raises `ConfigError` for what a server cannot do."""
-    if config.rollout.engine not in ("vllm", "hf"):
-        raise ConfigError(f"rollout.engine={config.rollout.engine}: a server samples by vllm or hf.")
+    if not config.rollout.capabilities.serves_adapters:
+        names = names_with("serves_adapters", ROLLOUT_ENGINES)
+        raise ConfigError(f"rollout.engine={config.rollout.engine}: a server samples by {names}.")
     if config.placement != "disaggregated":
         raise ConfigError(
             f"placement={config.placement}: a server trains for one client while it samples for another. Leave "

@@ -36,8 +36,6 @@ from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
 from penstock.workers.weights.publication.adapter import targets_of
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Numbers of a head that vLLM's CPU build has kernels for."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")
 """Rewards that run code."""

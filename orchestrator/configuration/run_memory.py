@@ -145,7 +145,7 @@ class RunMemory:
     def engine(self) -> EngineMemory | None:
         """Peak of one of an engine's GPUs, or of its process on a CPU; None: the run has no engines of vLLM."""
         samples = bool(self.flow.of_kind("rollout") or self.config.evaluation.every_steps)
-        if not samples or self.config.rollout.engine != "vllm":
+        if not samples or not self.config.rollout.capabilities.is_estimated:
             return None
         gpu_bytes = (self.gpu_bytes or 0.0) if self.config.rollout.num_gpus_per_worker else 0.0
         return engine_memory(self.shapes["policy"], self.config.rollout, gpu_bytes, self.config.rollout.gpu_share)
@@ -399,7 +399,7 @@ def _of_engines(memory: RunMemory, num_engines: int) -> list[HostPart]:
         total = num_engines * config.rollout.tensor_parallel_size * engine.total
         return [HostPart("engines: weights, cache and step", MEMORY, total, "rollout.kv_cache_gib")]
     keeps_weights = config.trainer.lora.publishes_adapter or choose_transport(config) in STREAMS
-    if config.placement != "colocated" or (config.rollout.engine == "vllm" and not keeps_weights):
+    if config.placement != "colocated" or (config.rollout.capabilities.discards_weights and not keeps_weights):
         return []
     asleep = num_engines * config.rollout.tensor_parallel_size * engine.weights
     return [HostPart("weights of engines that sleep", PINNED, asleep, "placement=disaggregated")]

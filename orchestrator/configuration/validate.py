@@ -427,8 +427,8 @@ def _reward(config: RunConfig) -> str:
 def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:
     if config.reward.judge.rollout.capabilities.options is None and options.get("structured", True):
         raise ConfigError(
-            f"reward.judge.engine={config.reward.judge.engine}: it cannot be held to a JSON schema. Set structured: false "
-            "in the judge's options, or reward.judge.engine=vllm."
+            f"reward.judge.engine={config.reward.judge.engine}: it cannot be held to a JSON schema. Set structured: "
+            "false in the judge's options, or reward.judge.engine=vllm."
         )
     path = config.model.paths.get(JUDGE)
     if (model := path or starting_model_config(config).path) is not None:

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.algorithms import GrpoConfig
+from penstock.conf.capabilities import ROLLOUT_ENGINES
 from penstock.conf.errors import ConfigError
-from penstock.conf.rollout import ENGINES, RolloutConfig
+from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.conf.weights import (
     STREAMS,
     TRANSPORTS,
-    VLLM_LORA_RANKS,
     WeightsConfig,
     choose_transport,
     shares_gpus,
@@ -97,8 +97,9 @@ def test_ranks_that_vllm_has_room_for_are_its_own():
     from typing import get_args
 
     lora = pytest.importorskip("vllm.config.lora", reason="vLLM is not installed: its ranks are not known")
-    assert set(VLLM_LORA_RANKS) <= set(get_args(lora.MaxLoRARanks))
-    assert max(VLLM_LORA_RANKS) == max(get_args(lora.MaxLoRARanks))
+    ranks = ROLLOUT_ENGINES["vllm"].lora_ranks
+    assert set(ranks) <= set(get_args(lora.MaxLoRARanks))
+    assert max(ranks) == max(get_args(lora.MaxLoRARanks))
 
 
 def test_what_was_asked_for_is_taken_where_it_works():
@@ -120,7 +121,7 @@ def test_an_unknown_transport_and_an_empty_bucket_are_refused():
     st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 2),
-    st.sampled_from(ENGINES),
+    st.sampled_from([*ROLLOUT_ENGINES]),
     st.sampled_from(TRANSPORTS),
 )
 def test_what_is_taken_suits_the_gpus(trainer_gpus, engine_gpus, ranks, workers, parallel, engine, name):

@@ -44,6 +44,7 @@ import numpy as np
 import torch
 
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, UnknownAdapter, WeightError, WorkerDied
+from penstock.metering.meters import Meters
 from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.workers.calls.training_calls import AdapterState
 from penstock.workers.pictures.families import auto_class
@@ -634,3 +635,8 @@ class HfEngine:
             if name not in self._base:
                 self._base[name] = state[name].clone()
             yield name, self._base[name] + delta.to(self._base[name].device)
+
+
+def make(spec: EngineSpec, meters: Meters | None = None) -> HfEngine:
+    """Make the engine. It has no statistics of its own for `meters`."""
+    return HfEngine(spec)

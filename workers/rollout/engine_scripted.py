@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.conf.errors import WorkerDied
+from penstock.metering.meters import Meters
 from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 
 Length = Callable[[Sequence[int], int], int]
 """Function from `(prompt_ids, sample_index)` to the number of response tokens."""
@@ -140,3 +141,10 @@ class ScriptedEngine:
     def _tokens(self, key: str, num_tokens: int) -> list[int]:
         stream = hashlib.shake_128(key.encode()).digest(4 * num_tokens)
         return [int.from_bytes(stream[4 * j : 4 * j + 4], "little") % self._vocab_size for j in range(num_tokens)]
+
+
+def make(spec: EngineSpec, meters: Meters | None = None) -> ScriptedEngine:
+    """Make the engine with the times of `rollout.scripted`. It has no statistics of its own for `meters`."""
+    speed = spec.config.scripted
+    times = TimeModel(speed.latency_s, speed.tokens_per_s or math.inf, speed.load_s)
+    return ScriptedEngine(times, version=spec.version)

@@ -31,6 +31,7 @@ from penstock.conf.errors import DataError, PenstockError, UnknownAdapter, Weigh
 from penstock.metering.meters import Meters
 from penstock.metering.table import BESIDE, ROLLOUT_LOAD_PHASES
 from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
+from penstock.workers.calls.training_calls import WHOLE
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import check_seen
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
@@ -487,3 +488,21 @@ class VllmEngine(VllmProcesses):
         if self._meters is not None:
             self._meters.add(ROLLOUT_LOAD_PHASES, seconds, phase="beside" if name in BESIDE else "paused")
         return result
+
+
+def make(spec: EngineSpec, meters: Meters | None = None) -> VllmEngine:
+    """Make the engine for what is published and served: whole models or one adapter, and adapters by name. `meters`:
+    for vLLM's own statistics."""
+    if spec.adapters is not None and spec.adapters.max_rank == WHOLE:
+        from penstock.workers.rollout.engine_vllm_whole import VllmWholeEngine
+
+        return VllmWholeEngine(spec, meters)
+    if spec.adapters is not None:
+        from penstock.workers.rollout.engine_vllm_named import VllmNamedEngine
+
+        return VllmNamedEngine(spec, meters)
+    if spec.adapter is not None:
+        from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
+
+        return VllmAdapterEngine(spec, meters)
+    return VllmEngine(spec, meters)

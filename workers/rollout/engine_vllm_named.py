@@ -27,13 +27,13 @@ import numpy as np
 
 from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, UnknownAdapter, WeightError, WorkerDied
 from penstock.conf.trainer import LoraConfig
-from penstock.conf.weights import VLLM_LORA_RANKS
 from penstock.metering.meters import Meters
 from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
 from penstock.workers.lifecycle.concurrent_tasks import cancel_all
 from penstock.workers.protocols import AdapterLimits, EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.named_adapters import Shape, check_adapter, write_peft
+from penstock.workers.rollout.vllm_conversion import LORA_RANKS
 from penstock.workers.rollout.vllm_processes import PHASE_KEY
 from penstock.workers.weights.publication.adapter import adapted_layers, tensor_name
 
@@ -156,8 +156,8 @@ def servable_layers(model_path: str, limits: AdapterLimits, on_gpu: bool) -> dic
     """Shapes `(out, in)` of the layers of a model on disk whose adapters vLLM serves. Raises `ConfigError`."""
     from transformers import AutoConfig
 
-    if limits.max_rank > max(VLLM_LORA_RANKS):
-        raise ConfigError(f"serve.max_rank={limits.max_rank}: vLLM serves adapters up to {max(VLLM_LORA_RANKS)}.")
+    if limits.max_rank > max(LORA_RANKS):
+        raise ConfigError(f"serve.max_rank={limits.max_rank}: vLLM serves adapters up to {max(LORA_RANKS)}.")
     shapes = adapted_layers(model_path, LoraConfig(), serves_mixtures=on_gpu)
     if not limits.head:
         return shapes

@@ -13,11 +13,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from penstock.conf.capabilities import ROLLOUT_ENGINES
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.secret import reveal
 from penstock.conf.trainer import LoraConfig
-from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS
+from penstock.conf.weights import STREAMS
 from penstock.workers.calls.training_calls import WHOLE
 from penstock.workers.machine.cpu import SETTINGS
 from penstock.workers.pictures.families import Family
@@ -28,6 +29,7 @@ from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, vllm_backend
 
+LORA_RANKS = ROLLOUT_ENGINES["vllm"].lora_ranks
 CPU_BATCHED_TOKENS = 4096
 """Most prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
 CPU_BLOCK_TOKENS = 32
@@ -89,7 +91,7 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
 
 def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
     """Further arguments, for an engine that serves one adapter at a time."""
-    room = min(rank for rank in VLLM_LORA_RANKS if rank >= adapter.rank)
+    room = min(rank for rank in LORA_RANKS if rank >= adapter.rank)
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
@@ -98,7 +100,7 @@ def room_for_adapters(limits: AdapterLimits, *, on_gpu: bool) -> dict[str, Any]:
     (`engine_vllm_named.py`), which takes a place of its own. Whole models need no room: one is there at a time."""
     if limits.max_rank == WHOLE:
         return {"max_logprobs": -1}
-    room = min(rank for rank in VLLM_LORA_RANKS if rank >= limits.max_rank)
+    room = min(rank for rank in LORA_RANKS if rank >= limits.max_rank)
     arguments: dict[str, Any] = {
         "enable_lora": True, "max_lora_rank": room, "max_loras": limits.max_loaded + (not on_gpu), "max_logprobs": -1,
     }  # fmt: skip

@@ -4,6 +4,7 @@ import re
 from pathlib import PurePath
 from typing import Any
 
+from penstock.conf.capabilities import ROLLOUT_ENGINES, names_with
 from penstock.orchestrator.configuration.translation.rules import (
     Framework,
     NotTranslated,
@@ -188,7 +189,7 @@ def strategy(name: str) -> Values:
 @rule(f"{ROLLOUT}.name", "`rollout.engine`")
 def engine(name: str) -> Values:
     if name not in ROLLOUT_ENGINES:
-        raise NotTranslated(f"{name}: the engines here are vllm and hf")
+        raise NotTranslated(f"{name}: the engines here are {names_with('has_model', ROLLOUT_ENGINES)}")
     return {"rollout.engine": name}
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from penstock.algorithms.catalogue import build_dataflow, dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss
+from penstock.conf.capabilities import ROLLOUT_ENGINES
 from penstock.conf.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +27,6 @@ from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import (
-    CPU_HEAD_SIZES,
     check_model,
     limits_of_code,
     num_parameters,
@@ -180,7 +180,7 @@ def test_heads_that_vllm_has_no_cpu_kernel_for_are_refused_and_hf_takes_them(row
 def test_the_sizes_of_heads_are_vllms() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert list(ROLLOUT_ENGINES["vllm"].cpu_head_sizes) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 def test_a_length_that_the_model_does_not_take_is_refused(model: Path, rows: Path) -> None:
