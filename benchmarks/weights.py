@@ -45,7 +45,7 @@ from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, pr
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.fresh_model import character_tokenizer
-from penstock.workers.trainer.meeting import Meeting
+from penstock.workers.trainer.ranks import Meeting
 from penstock.workers.weights.publication.reused_files import reclaim
 
 DTYPE = "bfloat16"

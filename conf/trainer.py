@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from penstock.conf.capabilities import TRAINERS, TrainerCapabilities, names_with
 from penstock.conf.checks import AUTO, above, at_least, auto_or_number, divides, one_of, within
 from penstock.conf.errors import ConfigError
 
@@ -226,7 +227,7 @@ class TrainerConfig:
     policy."""
 
     def __post_init__(self) -> None:
-        one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
+        one_of("trainer.engine", self.engine, TRAINERS)
         one_of("trainer.packing", self.packing, PACKINGS)
         one_of("trainer.share_prefixes", self.share_prefixes, PACKINGS)
         for part in self.freeze:
@@ -248,11 +249,10 @@ class TrainerConfig:
             divides("trainer.shard_size", self.shard_size, "trainer.num_ranks", self.num_ranks)
             size = self.tensor_parallel_size
             divides("trainer.tensor_parallel_size", size, "trainer.shard_size", self.shard_size)
-        if self.engine == "deepspeed":
-            self._check_left_out("shard_size", self.shard_size == 0, 0)
-            for key in ("tensor_parallel_size", "sequence_parallel_size"):
-                self._check_left_out(key, getattr(self, key) == 1, 1)
-            self._check_left_out("lora.rank", self.lora.rank == 0, 0)
+        self._check_capability("splits_layers", "shard_size", self.shard_size, 0)
+        for key in ("tensor_parallel_size", "sequence_parallel_size"):
+            self._check_capability("splits_layers", key, getattr(self, key), 1)
+        self._check_capability("has_adapters", "lora.rank", self.lora.rank, 0)
         self._check_compile()
         if self.activation_offload and self.tensor_parallel_size > 1:
             raise ConfigError(
@@ -275,13 +275,15 @@ class TrainerConfig:
         for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
 
-    def _check_left_out(self, key: str, is_left_out: bool, value: object) -> None:
-        if not is_left_out:
-            raise ConfigError(f"trainer.{key} is for trainer.engine=fsdp only. Choose that, or set it to {value}.")
+    def _check_capability(self, capability: str, key: str, value: int, off: int) -> None:
+        """Raise `ConfigError` where a key is set, other than to `off`, that the engine has no capability for."""
+        if value != off and not getattr(self.capabilities, capability):
+            names = names_with(capability, TRAINERS)
+            raise ConfigError(f"trainer.{key} is for trainer.engine={names} only. Choose that, or set it to {off}.")
 
     def _check_compile(self) -> None:
         """Refuse to compile layers that gather or communicate inside: a compiled layer cannot hold that."""
-        if self.compile and self.engine == "deepspeed" and self.deepspeed.zero_stage == 3:
+        if self.compile and self.zero_stage == 3:
             raise ConfigError(
                 "trainer.compile=true: ZeRO's stage 3 gathers weights inside of the layers, which then cannot be "
                 "compiled whole. Set trainer.deepspeed.zero_stage to 2 or 1, or trainer.engine=fsdp, or leave it out."
@@ -292,6 +294,16 @@ class TrainerConfig:
                 f"trainer.sequence_parallel_size={self.sequence_parallel_size} communicate inside, and are not "
                 "compiled. Set both to 1, or leave it out."
             )
+
+    @property
+    def capabilities(self) -> TrainerCapabilities:
+        """Capabilities of the engine; of the default one as long as `engine` is an interpolation."""
+        return TRAINERS.get(self.engine, TRAINERS[TrainerConfig.engine])
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO; 0 for an engine without stages, which spreads everything over the ranks."""
+        return self.deepspeed.zero_stage if self.capabilities.has_zero_stages else 0
 
     @property
     def microbatch_tokens(self) -> int:
@@ -320,7 +332,7 @@ class TrainerConfig:
         it."""
         return replace(
             self,
-            engine="fsdp",
+            engine=TrainerConfig.engine,
             num_ranks=1,
             num_gpus_per_rank=0,
             shard_size=0,

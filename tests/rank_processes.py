@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from penstock.workers.trainer.meeting import Meeting
+from penstock.workers.trainer.ranks import Meeting
 
 ROOT = Path(__file__).parents[1]
 

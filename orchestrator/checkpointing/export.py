@@ -22,7 +22,7 @@ from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.workers.machine.files import absolute, is_url, list_names, upload_directory
 from penstock.workers.machine.local_files import filling
-from penstock.workers.trainer.exported_files import check_exported, remove_weights
+from penstock.workers.models.model_files import check_exported, remove_weights
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.trainer import PolicyTrainer

@@ -4,25 +4,38 @@ and read for its weights.
 A model may lie in a clone, in a trainer's output or in the working directory, beside `.git`, checkpoints, runs and
 data. So files count by their names, and those of the directory itself alone. Names are relative to it. Links count as
 what they lead to, as in the hub's cache; what is no regular file does not count.
+
+The driver checks an export with it, maybe on another machine than the ranks that have written the files.
 """
 
 import json
 import shutil
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from penstock.conf.errors import WeightError
+from penstock.workers.machine.files import fault_of_size
+
 CONFIG = "config.json"
+
 TEXTS = (
     CONFIG, "*_config.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "added_tokens.json", "chat_template.json",
     "merges.txt", "params.json", "special_tokens_map.json", "tekken.json", "tokenizer.json", "vocab.*", "LICENSE*",
     "NOTICE*",
 )  # fmt: skip
 """Names of configurations, of what tokenizers and processors of pictures read, and of code."""
+
 ADAPTER_CONFIG = "adapter_config.json"
+
 TEMPLATES = "additional_chat_templates"
 """Folder of the tokenizer's further chat templates, the only one that counts."""
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+SHARDS = "model-*-of-*.safetensors"
 
 
 def text_files(directory: Path) -> list[str]:
@@ -66,3 +79,30 @@ def copy_texts(source: Path, target: Path) -> None:
 
 def _is_text(name: str) -> bool:
     return name != ADAPTER_CONFIG and any(fnmatchcase(name, pattern) for pattern in TEXTS)
+
+
+def shard_name(number: int, count: int) -> str:
+    """Name of a shard. `number`: from 1, as transformers counts them."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def remove_weights(directory: Path, but: Iterable[str] = ()) -> None:
+    """Remove what an earlier export has left: transformers would read it instead. `but`: names of files that stay."""
+    kept = {directory / name for name in but}
+    for file in (directory / SINGLE, directory / INDEX, *directory.glob(SHARDS)):
+        if file not in kept:
+            file.unlink(missing_ok=True)
+
+
+def check_exported(directory: str, written: Iterable[Mapping[str, int]]) -> None:
+    """Check that all written files are there, and remove others. `written`: by each rank, the names of its files and
+    their bytes. Raises `WeightError`."""
+    files = {name: num_bytes for own in written for name, num_bytes in own.items()}
+    for name, num_bytes in files.items():
+        if fault := fault_of_size(f"{directory}/{name}", num_bytes):
+            raise WeightError(
+                f"export: {directory}/{name} {fault} as this machine sees it, and a rank has written it. Whatever "
+                "removes files there, try again, or make the model of a checkpoint: penstock export CHECKPOINT "
+                "DIRECTORY."
+            )
+    remove_weights(Path(directory), files)

@@ -22,7 +22,7 @@ import xxhash
 from penstock.conf.errors import MemoryCheckpointError
 from penstock.network.connection import Address, Connection, connect
 from penstock.network.names import OutsideName, checked
-from penstock.workers.trainer.memory_checkpoint.slots import (
+from penstock.workers.trainer.memory_slots import (
     Header,
     Slots,
     from_json,

@@ -25,15 +25,14 @@ from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
 from penstock.workers.lifecycle.progress import Phases
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.datum_trainer import DatumTrainer
-from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.models.pictures import tower_of
-from penstock.workers.trainer.models.sight import Sight
+from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.models.pictures import Sight, tower_of
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.replay import Replay
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
+from penstock.workers.trainer.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
 from penstock.workers.trainer.token_recorder import PLACES

@@ -1,5 +1,7 @@
-"""The trainer's weights to publications in shared memory, for the engines. Every rank writes its own elements. Rank 0
-seals, or, where engines are on other nodes, the nodes' relays do. Models for people: `exporting.py`.
+"""The trainer's weights for others: published in shared memory for the engines, and exported as a HF directory, which
+`from_pretrained` loads.
+
+Every rank writes its own elements of a publication. Rank 0 seals it, or, where engines are on other nodes, the relays.
 
     begin    host     values ─▶ file, cast and summed
              device   values ─▶ copy on the device, cast ┐
@@ -10,7 +12,7 @@ In host memory a copy would cost more than it saves: the file is the copy. Betwe
 compute, copy its state and save it: the thread has a stream and a process group of its own, so it takes part in none of
 their collectives.
 
-The trainer's model as a HF directory for people, which `from_pretrained` loads.
+An export is one file of weights for each rank that has a part, beside the files of the model's directory:
 
     one rank      model.safetensors
     several       model-00001-of-00002.safetensors, …, one a rank, and by rank 0 model.safetensors.index.json
@@ -46,11 +48,10 @@ from penstock.conf.errors import DeadlineExceeded, ModelError, NotStarted, Weigh
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data import durable
 from penstock.workers.machine.local_files import FreeSpace, part_of, write_whole
-from penstock.workers.models.model_files import CONFIG, INDEX, SINGLE, copy_texts
+from penstock.workers.models.model_files import CONFIG, INDEX, SINGLE, copy_texts, remove_weights, shard_name
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
-from penstock.workers.trainer.exported_files import remove_weights, shard_name
 from penstock.workers.trainer.models.pictures import tower_of
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.contribution import UpdateParts
 from penstock.workers.trainer.models.language_model import ScalarModel, max_length, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer, UpdateContext
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Minibatch
 from penstock.workers.weights.stored import HEAD
@@ -63,7 +62,7 @@ class ScalarTrainer(PolicyTrainer):
         numbers_K: Tensor = self.engine.forward(batch.input_ids_SL, positions_K, batch.blocks)
         return numbers_K
 
-    def _contribution(self, minibatch: Minibatch, shared: UpdateParts, is_first: bool, batch: MicroBatch) -> Tensor:
+    def _contribution(self, minibatch: Minibatch, shared: UpdateContext, is_first: bool, batch: MicroBatch) -> Tensor:
         whole = "scores" in shared.inputs.provided
         positions = batch.last_B if whole else batch.positions_N
         numbers = self._numbers(batch, positions)

@@ -8,14 +8,14 @@ where (`engines/engine.py`).
 How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by
 totals over all ranks, gradients are sums.
 
-Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
+Legend: B rows of the micro-batch, T response tokens, padded, N response tokens, J candidates of each.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.algorithms.graph.columns import CANDIDATE_LOGPROBS
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.calls.training_calls import AdamParams
 from penstock.workers.protocols import Loss, UpdateReport
 from penstock.workers.routed_experts import KEY as REPLAY_KEY
-from penstock.workers.trainer.contribution import UpdateParts, contribution
-from penstock.workers.trainer.engines.devices import HostActivations
-from penstock.workers.trainer.engines.engine import make_engine
+from penstock.workers.trainer.engines.engine import HostActivations, learning_rate, make_engine, step_params
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
-from penstock.workers.trainer.engines.optimizer import learning_rate, step_params
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import (
     PolicyModel,
@@ -43,9 +41,16 @@ from penstock.workers.trainer.models.language_model import (
     open_causal_lm,
     use_liger,
 )
-from penstock.workers.trainer.models.pictures import check_sees, freeze_tower, has_frozen_tower, tower_of, weight_of
+from penstock.workers.trainer.models.pictures import (
+    FrozenTower,
+    Sight,
+    check_sees,
+    freeze_tower,
+    has_frozen_tower,
+    tower_of,
+    weight_of,
+)
 from penstock.workers.trainer.models.routing import Routers
-from penstock.workers.trainer.models.sight import FrozenTower, Sight
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.publishing import Publisher, Publishes
 from penstock.workers.trainer.ranks import Ranks
@@ -55,7 +60,19 @@ from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
 from penstock.workers.trainer.update.pictures import Pictures
-from penstock.workers.trainer.update.tally import Tally, with_shares
+from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_shares
+
+
+@dataclass(frozen=True)
+class UpdateContext:
+    """The parts of one update that all its micro-batches share."""
+
+    inputs: LossInputs
+    tally: Tally
+    old_logprobs: list[np.ndarray] | None
+    """Log-probabilities before the update, `[T_i]` for each row, where the loss asks for them and weights change before
+    its last micro-batch."""
+    recorder: TokenRecorder | None
 
 
 class PolicyTrainer(Publishes):
@@ -268,7 +285,7 @@ class PolicyTrainer(Publishes):
         params = self._own_params()
         seconds["plan"] = clock(self.ranks.device) - started
 
-        shared = UpdateParts(inputs, Tally(len(minibatches)), old, recorder)
+        shared = UpdateContext(inputs, Tally(len(minibatches)), old, recorder)
         norms = []
         for number, minibatch in enumerate(minibatches):
             self._accumulate(minibatch.batches, partial(self._contribution, minibatch, shared, number == 0), seconds)
@@ -285,7 +302,7 @@ class PolicyTrainer(Publishes):
         seconds: dict[str, float] = defaultdict(float)
         inputs, minibatches = self._planned(rows, loss, 1)
         seconds["plan"] = clock(self.ranks.device) - started
-        shared = UpdateParts(inputs, Tally(), None, None)
+        shared = UpdateContext(inputs, Tally(), None, None)
         for minibatch in minibatches:
             self._accumulate(minibatch.batches, partial(self._contribution, minibatch, shared, True), seconds)
         self._has_gradients = True
@@ -315,7 +332,7 @@ class PolicyTrainer(Publishes):
         with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
             return inputs, self._batcher.minibatches(rows, inputs, count or self.config.num_minibatches)
 
-    def _metrics(self, shared: UpdateParts, minibatches: list[Minibatch]) -> dict[str, float]:
+    def _metrics(self, shared: UpdateContext, minibatches: list[Minibatch]) -> dict[str, float]:
         """What the micro-batches have told, over all ranks. Collective."""
         with self._phase(f"update {self.num_updates}, metrics"):
             shared.tally.add_padding(minibatches)
@@ -374,13 +391,13 @@ class PolicyTrainer(Publishes):
                 self.engine.backward(loss)
             seconds["backward"] += clock(self.ranks.device) - started
 
-    def _contribution(self, minibatch: Minibatch, shared: UpdateParts, is_first: bool, batch: MicroBatch) -> Tensor:
+    def _contribution(self, minibatch: Minibatch, shared: UpdateContext, is_first: bool, batch: MicroBatch) -> Tensor:
         """Run forward of one micro-batch: returns its share of the minibatch's loss, `[]` with gradient. `is_first`:
         weights are still those from before the update."""
         balances = self.routers is not None and self.config.router_aux_loss_coef > 0
         with self.routers.recording() if self.routers and balances else nullcontext():
             logprobs_N, entropy_N = self._scores(batch, "gradient" if shared.inputs.takes_entropy else "value")
-        loss = contribution(minibatch, batch, shared, is_first, (logprobs_N, entropy_N))
+        loss = policy_contribution(minibatch, batch, shared, is_first, (logprobs_N, entropy_N))
         if self.routers and balances and not batch.is_dummy:
             num_rows, width = batch.mask_BT.shape
             balance = self.routers.balance(batch.positions_N, batch.slots_N // width, num_rows)
@@ -398,3 +415,36 @@ class PolicyTrainer(Publishes):
         self._has_gradients = False
         seconds["optimizer"] += clock(self.ranks.device) - started
         return norm
+
+
+def policy_contribution(
+    minibatch: Minibatch, batch: MicroBatch, shared: UpdateContext, is_first: bool, scores: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Share of the minibatch's loss, `[]` with gradient. `is_first`: weights are still those from before the update.
+    `scores`: log-probabilities and entropies of the response tokens, `[N]` each, or the first `[N, 1 + J]`."""
+    inputs, tally, old = shared.inputs, shared.tally, shared.old_logprobs
+    logprobs_N, entropy_N = scores
+    if batch.is_dummy:
+        return logprobs_N.sum() * 0.0
+    candidates_BTJ = None
+    if batch.candidates_NJ is not None:
+        candidates_BTJ, logprobs_N = batch.scatter(logprobs_N[:, 1:]), logprobs_N[:, 0]
+    logprobs_BT = batch.scatter(logprobs_N)
+    old_BT = logprobs_BT.detach()
+    if old is not None:
+        old_BT = batch.pad([old[position] for position in batch.rows])
+    entropy_BT = batch.scatter(entropy_N) if inputs.takes_entropy else None
+    available = {"logprobs": logprobs_BT, "entropy": entropy_BT, "old_logprobs": old_BT}
+    if candidates_BTJ is not None:
+        available[CANDIDATE_LOGPROBS] = candidates_BTJ
+    loss, metrics = inputs.call(batch, minibatch.totals, available)
+    for name, value in metrics.items():
+        tally.add(f"actor/{name}", value)
+    num_tokens = max(1.0, minibatch.totals.num_tokens)
+    tally.add("actor/entropy", entropy_N.sum() / num_tokens)
+    if shared.recorder is not None:
+        before_BT = logprobs_BT if is_first else old_BT if old is not None else None
+        shared.recorder.add(batch, logprobs_BT, before_BT)
+    if is_first and "behavior_logprobs" in batch.columns:
+        add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
+    return loss

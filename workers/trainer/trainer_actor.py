@@ -26,7 +26,7 @@ from penstock.network.machine import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.epoch import Epoch
-from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
 from penstock.workers.lifecycle.progress import (
     EXPORTING,
     IDLE,
@@ -43,15 +43,14 @@ from penstock.workers.machine.cpu import prepare_for_torch
 from penstock.workers.machine.files import SavedFile
 from penstock.workers.machine.processes import ProcessId, register
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer.adapters.calls import DatumCalls
 from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.assembly import ScorerParts, TrainerParts
-    from penstock.workers.trainer.meeting import Meeting
-    from penstock.workers.trainer.ranks import Ranks
+    from penstock.workers.trainer.ranks import Meeting, Ranks
+    from penstock.workers.trainer.slot_trainer import SlotTrainer
     from penstock.workers.weights.chain.plan import ChunkPlan
 
 T = TypeVar("T")
@@ -85,13 +84,13 @@ class _Rank:
 
     def address(self) -> str:
         """Open the meeting place of all ranks on this rank, the first, and return it as `host:port`."""
-        from penstock.workers.trainer.meeting import Meeting
+        from penstock.workers.trainer.ranks import Meeting
 
         self._meeting = Meeting(ray.util.get_node_ip_address())
         return self._meeting.address
 
     def _use_nodes_interface(self) -> None:
-        from penstock.workers.trainer.meeting import use_interface_of
+        from penstock.workers.trainer.ranks import use_interface_of
 
         use_interface_of(ray.util.get_node_ip_address())
 
@@ -107,7 +106,7 @@ class _Rank:
             self._meeting.close()
 
 
-class Trainer(DatumCalls, _Rank):
+class Trainer(_Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, `attach` where there is a store, then
     `step`, `begin_publishing` and the rest, then `close`. Calls that change a run carry the `epoch` of the command that
     makes them (`store/epoch.py`), and raise `TakenOver` for an older one. Streams have none: no other command takes
@@ -179,6 +178,50 @@ class Trainer(DatumCalls, _Rank):
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Return `[T_i]` float32 for each row of this rank (the imperative API). Collective."""
         return self._parts.trainer.logprobs(rows)
+
+    # Data with targets of their own, for the weights that are trained or for adapters by name. Each rank gets its own
+    # share of the data, else the same arguments. Collective; wrong arguments raise `DataError` on all ranks alike, and
+    # change nothing.
+
+    def forward_data(self, data: Sequence[Datum], loss: LossCall | None, backward: bool) -> ForwardOutput:
+        """Score the targets of this rank's share of the data by the weights that are trained, as `forward_adapter` does
+        by an adapter's; `optim_step` steps by the gradients. Raises `NotStarted` for a trainer of scores."""
+        from penstock.workers.trainer.datum_trainer import DatumTrainer
+
+        trainer = self._parts.trainer
+        if not isinstance(trainer, DatumTrainer):
+            raise NotStarted("this trainer trains scores, not a policy: it takes no data with targets.")
+        with self._together("forward of data"):
+            return trainer.forward_data(data, loss, backward=backward)
+
+    def create_adapter(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
+        """Make an adapter, in the place of one of that name: new, or of a state."""
+        with self._together(f"create adapter {name}"):
+            self._adapters.create(name, spec, state)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter, if there is one of that name."""
+        with self._together(f"drop adapter {name}"):
+            self._adapters.drop(name)
+
+    def forward_adapter(self, name: str, data: Sequence[Datum], loss: LossCall | None, backward: bool) -> ForwardOutput:
+        """Score the targets of this rank's share of the data; with `backward` gradients of the summed loss are added to
+        the adapter's. `loss` None: scores alone. Returns the log-probabilities of this rank's data in their order, and
+        metrics of all ranks' data, the same on each."""
+        with self._together(f"forward of adapter {name}"):
+            return self._adapters.forward(name, data, loss, backward=backward)
+
+    def step_adapter(self, name: str, params: AdamParams) -> dict[str, float]:
+        """Step and clear the gradients. Returns `grad_norm` and `skipped_nonfinite`, the same on each rank."""
+        with self._together(f"step of adapter {name}"):
+            return self._adapters.step(name, params)
+
+    def adapter_state(self, name: str) -> AdapterState | None:
+        """The adapter's whole state on rank 0; None on the others."""
+        with self._together(f"state of adapter {name}"):
+            return self._adapters.state(name)
+
+    # Checkpoints, copies in memory, publications.
 
     def begin_saving(self, directory: str, epoch: int = 0) -> bool:
         """Take the present state; it is copied and written while training goes on. False: an earlier one is still being
@@ -323,6 +366,15 @@ class Trainer(DatumCalls, _Rank):
         calls from several."""
         self._assembly.use_threads(self._num_threads)
         return self._collective(name, self._parts.trainer.ranks)
+
+    @property
+    def _adapters(self) -> "SlotTrainer":
+        from penstock.workers.trainer.slot_trainer import SlotTrainer
+
+        trainer = self._parts.trainer
+        if not isinstance(trainer, SlotTrainer):
+            raise NotStarted("this trainer has no slot for adapters. Give its specification a slot_rank.")
+        return trainer
 
     @property
     def _parts(self) -> "TrainerParts":

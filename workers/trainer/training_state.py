@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.workers.machine.files import SavedFile
-from penstock.workers.trainer.checkpointing.host_copy import num_copy_bytes
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
-from penstock.workers.trainer.checkpointing.saver import Saver
+from penstock.workers.trainer.checkpointing.saver import Saver, num_copy_bytes
 from penstock.workers.trainer.checkpointing.shard_files import check_files, load, read_carried
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.trainer import PolicyTrainer

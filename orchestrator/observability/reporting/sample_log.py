@@ -14,8 +14,7 @@ import pyarrow as pa
 from penstock.algorithms.graph.columns import PROMPT_PICTURES, SEEN_PICTURES, STANDARD_COLUMNS
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.ray_calls import Kind, kind_of
-from penstock.orchestrator.cluster.ray_calls import answer, outcomes
+from penstock.orchestrator.cluster.ray_calls import Kind, answer, kind_of, outcomes
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S
 from penstock.orchestrator.run_directory.pictures import COLUMN, FOLDER, PictureFolder
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

@@ -14,7 +14,7 @@ from penstock.conf.errors import MemoryCheckpointError
 from penstock.network.handshake import new_token
 from penstock.workers.node.agent import NodeAgent
 from penstock.workers.node.states import partners
-from penstock.workers.trainer.memory_checkpoint.slots import SLOTS, Block, Header, Part, Slots, reserve_slots
+from penstock.workers.trainer.memory_slots import SLOTS, Block, Header, Part, Slots, reserve_slots
 
 HOST, TRAINER = "127.0.0.1", "policy"
 NUM_BYTES, BLOCK = 3_000_000, 1_000_000

@@ -21,7 +21,7 @@ from penstock.workers.pictures.processor import Features, PictureProcessor
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_hf import sampling_logprobs
 from penstock.workers.rollout.factory import make_engine
-from penstock.workers.trainer.models.sight import Sight
+from penstock.workers.trainer.models.pictures import Sight
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from tests.publications import write_publication

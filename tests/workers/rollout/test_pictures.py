@@ -19,7 +19,7 @@ from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import opened
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.trainer.models.sight import Sight
+from penstock.workers.trainer.models.pictures import Sight
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trajectory import Trajectory, row_columns
 from tests.vision_models import picture

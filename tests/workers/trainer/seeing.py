@@ -11,7 +11,7 @@ import numpy as np
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.pictures.processor import Features
-from penstock.workers.trainer.models.sight import Sight
+from penstock.workers.trainer.models.pictures import Sight
 from penstock.workers.trainer.update.pictures import Picture, num_tokens
 
 PAD, PATCH, SIDE = 5, 3 * 2 * 14 * 14, 56

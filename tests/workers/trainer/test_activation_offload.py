@@ -13,8 +13,8 @@ from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.engines import devices
-from penstock.workers.trainer.engines.devices import HostActivations
+from penstock.workers.trainer.engines import engine as engine_module
+from penstock.workers.trainer.engines.engine import HostActivations
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import assert_same, copy_of_weights, random_rows
@@ -60,7 +60,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
             copies.append(arguments[0].detach())
         return made
 
-    monkeypatch.setattr(devices, "MIN_BYTES", 0)
+    monkeypatch.setattr(engine_module, "MIN_OFFLOADED_BYTES", 0)
     monkeypatch.setattr(torch, "empty_like", noted)
     return copies
 
@@ -120,7 +120,7 @@ def test_where_layers_are_recomputed_their_inputs_alone_are_kept(
 
 def test_results_do_not_keep_themselves_alive() -> None:
     """Neither those that go to the host nor small ones that stay."""
-    for size in (4, devices.MIN_BYTES):
+    for size in (4, engine_module.MIN_OFFLOADED_BYTES):
         with HostActivations():
             result = torch.ones(size, requires_grad=True).exp()
         alive = weakref.ref(result)

@@ -13,7 +13,7 @@ import torch
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import ModelError, NotStarted
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.workers.trainer.assembly import (
     NUM_ROWS,
@@ -24,7 +24,7 @@ from penstock.workers.trainer.assembly import (
     seconds_per_token,
     use_threads,
 )
-from penstock.workers.trainer.memory_checkpoint.slots import steps_there
+from penstock.workers.trainer.memory_slots import steps_there
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer

@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ModelError, WeightError
 from penstock.store.data.rows import Rows
-from penstock.workers.models.model_files import INDEX, model_files
+from penstock.workers.models.model_files import INDEX, check_exported, model_files
 from penstock.workers.trainer.assembly import assemble_trainer
-from penstock.workers.trainer.exported_files import check_exported
 from penstock.workers.trainer.publishing import plan_files
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece

@@ -13,9 +13,8 @@ import pytest
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, PartnerGone, ResourceError
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.trainer import meeting as meeting_module
-from penstock.workers.trainer.meeting import INTERFACE_KEYS, Meeting, store_of, use_interface_of
-from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer import ranks as meeting_module
+from penstock.workers.trainer.ranks import INTERFACE_KEYS, Meeting, Ranks, store_of, use_interface_of
 
 SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)

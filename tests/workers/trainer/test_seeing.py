@@ -19,8 +19,8 @@ from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.trainer.models import sight
-from penstock.workers.trainer.models.sight import FrozenTower
+from penstock.workers.trainer.models import pictures
+from penstock.workers.trainer.models.pictures import FrozenTower
 from tests.rank_processes import ROOT
 from tests.workers.trainer.seeing import PAD, MadeUp, rows_with, save_model
 
@@ -196,7 +196,7 @@ def test_microbatches_are_cut_by_what_a_trained_tower_computes(make: Make) -> No
 def test_what_is_kept_of_pictures_is_bounded_but_for_the_rows_at_hand(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sight, "REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(pictures, "REMEMBERED_BYTES", 0)
     rows, trainer = rows_with(PROMPTS), make()
     first = trainer.logprobs(rows)
     with watched(trainer) as passes:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import PartnerGone, StoreError
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import SharedLease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import RowsUnreachable
 from penstock.store.service.store import Store

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.algorithms.losses.policy import interpolated_policy_loss, policy_loss
 from penstock.conf.trainer import LoraConfig
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import TokenValues

@@ -14,7 +14,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store

@@ -7,10 +7,15 @@
 Checksums are of what was to be written. Each rank reads its own files back from where they are to stay, behind a URL
 too. A file that is not what was written fails the save by its name.
 
-The copy is kept and used again (`host_copy.py`). So no save begins before the previous one has released it, on every
-rank. A save that misses its deadline, or whose result is never asked for, is given up:
-it stops at the next tensor and removes what it wrote, however late. The files around it (marker, store, what is kept)
-are `orchestrator/checkpointing/checkpoints.py`'s.
+The copy is one buffer as large as the pieces, kept and used again, since fresh memory costs more than the copying:
+
+    CPU   pieces ─▶ buffer                              by one thread: torch's own would take training's cores
+    GPU   pieces ─▶ page-locked 64 MiB ─▶ buffer        two of them take turns (`weights/publication/device_copies.py`)
+
+The buffer itself is not page-locked: torch rounds such memory up to a power of two, which for 33 GB is 64 GiB a rank.
+No save begins before the previous one has released the buffer, on every rank. A save that misses its deadline, or whose
+result is never asked for, is given up: it stops at the next tensor and removes what it wrote, however late. The files
+around it (marker, store, what is kept) are those of `orchestrator/checkpointing/checkpoints.py`.
 """
 
 import contextlib
@@ -18,27 +23,39 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.machine.files import SavedFile, fault_of, is_url, remove, upload
 from penstock.workers.machine.local_files import FreeSpace
-from penstock.workers.trainer.checkpointing.box_plans import BoxSavePlanner, values_of
-from penstock.workers.trainer.checkpointing.host_copy import HostCopy
-from penstock.workers.trainer.checkpointing.shard_files import CARRIED, INDEX, ShardWriter, file_of
+from penstock.workers.trainer.checkpointing.shard_files import (
+    CARRIED,
+    INDEX,
+    BoxSavePlanner,
+    ShardWriter,
+    file_of,
+    values_of,
+)
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
+from penstock.workers.weights.publication.device_copies import BUFFER_BYTES, DeviceCopies, Part, stream_beside
+from penstock.workers.weights.publication.layout import TensorPlace
+from penstock.workers.weights.publication.publication import needs_buffers
 
 LOWEST = 19
 """Niceness of a thread that yields to all others."""
+
 ADVICE = "Make room, lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
 
 
@@ -242,3 +259,62 @@ def _take_back(directory: str, rank: int) -> None:
     with contextlib.suppress(OSError):  # not empty, or gone
         for place in (Path(directory), Path(directory).parent):
             place.rmdir()
+
+
+ALIGNMENT = 16
+"""Divisor of the place of each piece in the buffer, in bytes: any dtype's size divides it."""
+
+
+class HostCopy:
+    """Lifecycle: `take` for each save, once the copy of the one before is not needed any more. Any thread, one at a
+    time."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        """The buffer; empty before the first copy."""
+
+    @torch.no_grad()
+    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Copy the pieces, of any device; return them with values in the host's memory, which the next call
+        overwrites."""
+        num_bytes = num_copy_bytes(pieces)
+        if len(self.memory) != num_bytes:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        copies, start = [], 0
+        far: list[tuple[int, Tensor]] = []
+        for piece in pieces:
+            source = piece.values.detach().view(-1).view(torch.uint8)
+            target = self.memory[start : start + len(source)]
+            if needs_buffers(source):
+                far.append((start, source))
+            else:
+                np.copyto(target.numpy(), source.numpy())
+            copies.append(replace(piece, values=target.view(piece.values.dtype).view(piece.values.shape)))
+            start += _room(piece)
+        if far:
+            self._take_from_device(far)
+        return copies
+
+    def _take_from_device(self, far: list[tuple[int, Tensor]]) -> None:
+        """Copy `[n]` uint8 each, from the byte of the buffer on that stands with it."""
+        place = TensorPlace("state", "uint8", tuple(self.memory.shape), 0)
+        through = DeviceCopies(self._write)
+        with stream_beside(far[0][1].device):
+            for start, values in far:
+                for some in values.split(BUFFER_BYTES):
+                    through.add(place, start, some)
+                    start += len(some)
+            through.finish()
+
+    def _write(self, parts: Sequence[Part]) -> None:
+        for _, start, values in parts:
+            np.copyto(self.memory[start : start + len(values)].numpy(), values.numpy())
+
+
+def num_copy_bytes(pieces: Iterable[Piece]) -> int:
+    """Bytes of the buffer for these pieces."""
+    return sum(_room(piece) for piece in pieces)
+
+
+def _room(piece: Piece) -> int:
+    return -(-piece.values.nbytes // ALIGNMENT) * ALIGNMENT

@@ -34,16 +34,20 @@ from torch.distributed import distributed_c10d
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.calls.training_calls import AdamParams
-from penstock.workers.trainer.engines.devices import HOST, give_back, move_buffers, move_masters, move_moments
-from penstock.workers.trainer.engines.fsdp import buffer_pieces
-from penstock.workers.trainer.engines.optimizer import (
+from penstock.workers.trainer.engines.engine import (
+    HOST,
     MOMENTS,
+    give_back,
     make_adamw,
     moments_of,
+    move_buffers,
+    move_masters,
+    move_moments,
     num_steps,
     set_num_steps,
     set_params,
 )
+from penstock.workers.trainer.engines.fsdp import buffer_pieces
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import StartingWeights, replace_parameters
 from penstock.workers.trainer.ranks import Ranks

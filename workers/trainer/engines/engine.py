@@ -1,18 +1,28 @@
-"""The interface of engines, which hold a sharded model and its optimizer: FSDP2 (`fsdp.py`) or DeepSpeed
-(`deepspeed.py`), as `trainer.engine` names it. DeepSpeed is imported only where it is asked for.
+"""The interface of the trainer's engines, which hold a sharded model and its optimizer, and what all of them share.
 
-`trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie while it
-is. Every rank makes the same calls in the same order, since most of them communicate.
+`trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie meanwhile:
+FSDP2 (`fsdp.py`) or DeepSpeed (`deepspeed.py`), as `trainer.engine` names it. Every rank makes the same calls in the
+same order, since most of them communicate.
+
+    AdamW    made, its states, the numbers of a step, the learning rate of an update, which all its steps share
+    moves    between the device and the host, where ranks and engines share a device in turns (`placement=colocated`)
+
+DTensors and their moments move by `Tensor.to`, FSDP2's parameters by `Module.to`. DeepSpeed's masters keep their
+identity, since DeepSpeed has them in lists of its own, and get other memory. Activations move between forward and
+backward.
 """
 
+import math
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.conf.trainer import TrainerConfig
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.workers.calls.training_calls import AdamParams
-from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
@@ -88,9 +98,146 @@ class TrainEngine(Protocol):
 def make_engine(
     model: PolicyModel | ScalarModel, weights: StartingWeights, ranks: Ranks, config: TrainerConfig
 ) -> TrainEngine:
-    """Make `config.engine` around a model, which gets its weights there. Collective."""
-    if config.engine == "deepspeed":
-        from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
+    """Make the engine that `config` names around a model, which gets its weights there. Collective."""
+    module, _, name = config.capabilities.implementation.partition(":")
+    engine: TrainEngine = getattr(import_module(module), name)(model, weights, ranks, config)
+    return engine
 
-        return DeepSpeedEngine(model, weights, ranks, config)
-    return FsdpEngine(model, weights, ranks, config)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Make AdamW. Parameters of one mesh go together, since an operation on several DTensors wants them all on the
+    same."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": some} for some in by_mesh.values()],
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a tensor that it steps. AdamW makes it at its first step; it is made here if asked for
+    before."""
+    state: dict[str, Tensor] = optimizer.state[tensor]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        for moment in MOMENTS:
+            state[moment] = torch.zeros_like(tensor)
+    return state
+
+
+def num_steps(optimizer: torch.optim.AdamW | None) -> int:
+    """Number of steps so far, which the bias correction counts."""
+    assert optimizer is not None
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
+
+
+def set_num_steps(optimizer: torch.optim.AdamW | None, count: int) -> None:
+    assert optimizer is not None
+    for state in optimizer.state.values():
+        state["step"].fill_(count)
+
+
+def set_params(optimizer: torch.optim.AdamW, params: AdamParams) -> None:
+    """Have the next step take these numbers; the norm of clipping is the engine's."""
+    for param_group in optimizer.param_groups:
+        param_group |= {
+            "lr": params.learning_rate,
+            "betas": (params.beta1, params.beta2),
+            "eps": params.eps,
+            "weight_decay": params.weight_decay,
+        }
+
+
+def step_params(config: OptimizerConfig, rate: float) -> AdamParams:
+    """Numbers of a step as configured, at this learning rate."""
+    beta1, beta2 = config.betas
+    return AdamParams(rate, beta1, beta2, config.eps, config.weight_decay, config.clip_norm)
+
+
+def learning_rate(config: OptimizerConfig, update: int, max_steps: int) -> float:
+    """Rate of an update, counted from 0.
+
+    Warm-up: `lr · (update + 1) / warmup_steps` for the first `warmup_steps`, so that none is lost at rate 0. Then
+    constant, or half a cosine from `lr` down to `lr · min_lr_share` at `max_steps`, and level from there.
+    """
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (update - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    share = config.min_lr_share + (1.0 - config.min_lr_share) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * share
+
+
+HOST = torch.device("cpu")
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers, and no parameter."""
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        put_buffer(model, name, buffer.to(device))
+
+
+def put_buffer(model: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    """Put a buffer into the place of the one of this name."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, buffer)
+
+
+def move_moments(optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    """Move an optimizer's states, and not what it steps."""
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for name, value in state.items():
+            state[name] = value.to(device, non_blocking=True)
+
+
+def move_masters(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Give what an optimizer steps memory on the device, with the same values."""
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            master.data = master.data.to(device, non_blocking=True)
+
+
+def give_back(device: torch.device) -> None:
+    """Wait for copies under way, and give the device's unused memory back, for other processes."""
+    if device.type != HOST.type:
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()
+
+
+MIN_OFFLOADED_BYTES = 2**16
+"""Bytes of the smallest activation that goes to the host: a copy of fewer costs more than they are worth."""
+
+
+class HostActivations(saved_tensors_hooks):
+    """Keeps what a forward within it saves for its backward in the host's memory, page-locked where it comes from a
+    GPU, and brings it back when backward asks for it. Like torch's `save_on_cpu`, but for weights, which the engine
+    gathers and lets go itself, and for what is small."""
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _from_host)
+
+
+def _to_host(saved: Tensor) -> tuple[torch.device | None, Tensor]:
+    """Where it was, and the copy; None and itself where it stays."""
+    if isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter):
+        return None, saved
+    if saved.nbytes < MIN_OFFLOADED_BYTES:
+        return None, saved.detach()  # the result of an operation would keep itself alive
+    copy = torch.empty_like(saved, device=HOST, pin_memory=saved.is_cuda)
+    return saved.device, copy.copy_(saved.detach(), non_blocking=True)
+
+
+def _from_host(kept: tuple[torch.device | None, Tensor]) -> Tensor:
+    device, saved = kept
+    return saved if device is None else saved.to(device, non_blocking=True)

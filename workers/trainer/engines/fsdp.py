@@ -21,17 +21,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.workers.calls.training_calls import AdamParams
-from penstock.workers.trainer.engines.devices import HOST, give_back, move_buffers, move_moments, put_buffer
-from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
-from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
-from penstock.workers.trainer.engines.optimizer import (
+from penstock.workers.trainer.engines.engine import (
+    HOST,
     MOMENTS,
+    give_back,
     make_adamw,
     moments_of,
+    move_buffers,
+    move_moments,
     num_steps,
+    put_buffer,
     set_num_steps,
     set_params,
 )
+from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
+from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers

@@ -24,11 +24,10 @@ from penstock.workers.pictures.families import auto_class
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models import pictures as eyes
 from penstock.workers.trainer.models.linear import use_fast_linears
-from penstock.workers.trainer.models.output_layer import LogitChange, OutputLayer
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
-from penstock.workers.trainer.models.token_scores import ENTROPY, whole_scores
+from penstock.workers.trainer.models.token_scores import ENTROPY, LogitChange, OutputLayer, whole_scores
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.update.blocks import Blocks
+from penstock.workers.trainer.update.layout import Blocks
 from penstock.workers.trainer.update.pictures import Pictures
 from penstock.workers.weights.stored import HEAD
 

@@ -1,16 +1,16 @@
-"""Attention over packed rows (`update/blocks.py`) and trees (`update/trees.py`): the models that can be called so, and
-the function that they call.
+"""Attention over packed rows and trees (`update/layout.py`): the models that can be called so, and the function that
+they call.
 
-    model.attention=sdpa               `attention`, below: one call of sdpa for all blocks of one length, or a tree's
-                                       (`tree_attention.py`)
+    model.attention=sdpa               `attention`, below: one call of sdpa for all blocks of one length, or
+                                       `TreeAttention`, in which a token attends to its ancestors and itself
     model.attention=flash_attention_2  its kernel for sequences of different lengths, which transformers calls
 
 transformers calls both by name, and hands on what the model was called with: so nothing of the model is changed.
 
-Attention over trees of sequences (`update/trees.py`): each token attends to its ancestors and itself.
+A tree is computed by
 
-    CPUs  a call of sdpa for each block of queries, with the keys that they read and a mask
-    GPUs  one call of FlexAttention, whose kernel skips blocks that are masked; its backward needs a GPU
+    sdpa           on CPUs: a call for each block of queries, with the keys that they read and a mask
+    FlexAttention  on GPUs: one call, whose kernel skips blocks that are masked; its backward needs a GPU
 
 Unseen on a GPU. Tests on CPUs show FlexAttention's forward pass.
 """
@@ -27,8 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.update.blocks import Blocks, mask_of
-from penstock.workers.trainer.update.trees import Trees
+from penstock.workers.trainer.update.layout import Blocks, Trees, mask_of
 
 BLOCK_TOKENS = 128
 """Queries, and keys, of a block of FlexAttention's kernel."""

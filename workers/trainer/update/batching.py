@@ -3,7 +3,7 @@
     rows ──split_minibatches──▶ whole groups an optimizer step ──plan──▶ positions a micro-batch ──collate──▶ MicroBatch
 
 A micro-batch holds rows of similar length, padded on the right to its longest, or any rows one after the other without
-padding (`trainer.packing`, `blocks.py`), or the rows of groups as trees (`trainer.share_prefixes`, `trees.py`):
+padding (`trainer.packing`), or the rows of groups as trees (`trainer.share_prefixes`):
 `layout.py` says where their tokens stand. A row is one sequence, or if it is a trajectory several (`sequences.py`);
 none is cut apart from the others of its row.
 
@@ -23,11 +23,9 @@ from torch import Tensor
 from penstock.algorithms.graph.columns import CANDIDATES, ROUTED_EXPERTS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.update.blocks import Blocks
-from penstock.workers.trainer.update.layout import PAD_ID, Layout
+from penstock.workers.trainer.update.layout import PAD_ID, Blocks, Layout, Trees
 from penstock.workers.trainer.update.pictures import Eyes, Pictures, pictures_of, place
 from penstock.workers.trainer.update.sequences import TARGETS, TEMPERATURES, Shapes, select, sequences_of, shapes_of
-from penstock.workers.trainer.update.trees import Trees
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
@@ -59,7 +57,7 @@ class MicroBatch:
     num_tokens: int = 0
     """Tokens of all sequences, less those that are shared; what is left of `[S, L]` is padding."""
     num_shared: int = 0
-    """Tokens of sequences that others of them have, too, and that are computed there (`trees.py`)."""
+    """Tokens of sequences that others of them have, too, and that are computed there (`Trees`)."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     targets_each: int = 1
     """Targets of each place, which follow one another in `targets_N`: data of the SDK may have several."""

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.calls.training_calls import AdapterState, Datum
-from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.slot_trainer import SlotTrainer, with_slot
 
 MAX_RANK = 8
 

@@ -17,8 +17,8 @@ import torch
 from penstock.conf.errors import DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.calls.training_calls import WHOLE, AdamParams, AdapterSpec, Datum, LossCall
-from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.slot_trainer import SlotTrainer, with_slot
 from tests.workers.trainer.adapters.conftest import MAX_RANK, data_of
 
 WAYS: dict[str, dict[str, Any]] = {

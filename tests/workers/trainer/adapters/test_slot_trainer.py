@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, LossCall
-from penstock.workers.trainer.adapters.slot import initial_a
-from penstock.workers.trainer.adapters.slot_trainer import SlotTrainer, with_slot
+from penstock.workers.trainer.slot_trainer import SlotTrainer, initial_a, with_slot
 from tests.workers.trainer.adapters.conftest import MAX_RANK, assert_equal, data_of
 
 Make = Callable[..., SlotTrainer]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from penstock.workers.trainer.checkpointing import host_copy
-from penstock.workers.trainer.checkpointing.host_copy import ALIGNMENT, HostCopy, num_copy_bytes
+from penstock.workers.trainer.checkpointing import saver
+from penstock.workers.trainer.checkpointing.saver import ALIGNMENT, HostCopy, num_copy_bytes
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.device_copies import DeviceCopies
 
@@ -15,9 +15,9 @@ def test_the_buffer_is_as_large_as_the_pieces_and_not_a_power_of_two(
 ) -> None:
     """`on_device`: by way of buffers of 64 bytes, smaller than the first piece."""
     if on_device:
-        monkeypatch.setattr(host_copy, "needs_buffers", lambda values: True)
-        monkeypatch.setattr(host_copy, "BUFFER_BYTES", 64)
-        monkeypatch.setattr(host_copy, "DeviceCopies", lambda write: DeviceCopies(write, 64))
+        monkeypatch.setattr(saver, "needs_buffers", lambda values: True)
+        monkeypatch.setattr(saver, "BUFFER_BYTES", 64)
+        monkeypatch.setattr(saver, "DeviceCopies", lambda write: DeviceCopies(write, 64))
     pieces = [Piece("w", (5, 7), 0, torch.rand(5, 7)), Piece("n", (3,), 0, torch.tensor([1, 2, 3], dtype=torch.uint8))]
     pieces += [Piece("none", (4,), 4, torch.zeros(0)), Piece("counters", (2,), 0, torch.tensor([4, 2**40]))]
     copy = HostCopy()

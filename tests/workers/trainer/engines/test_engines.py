@@ -13,10 +13,9 @@ from penstock.conf.errors import ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.calls.training_calls import AdamParams
-from penstock.workers.trainer.engines.engine import make_engine
-from penstock.workers.trainer.engines.optimizer import learning_rate
+from penstock.workers.trainer.engines.engine import learning_rate, make_engine
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm, open_causal_lm
-from penstock.workers.trainer.models.output_layer import LogitChange
+from penstock.workers.trainer.models.token_scores import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole, whole_state

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel, check_scores, logit_change, without_dropout
-from penstock.workers.trainer.models.output_layer import LogitChange
+from penstock.workers.trainer.models.token_scores import LogitChange
 from penstock.workers.trainer.ranks import Ranks
 
 PLAIN = (

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.observability.diagnosis.diagnosis import mismatch
-from penstock.orchestrator.observability.diagnosis.history import History
+from penstock.orchestrator.observability.diagnosis import History, mismatch
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel
 from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower, tower_of, weight_of
-from penstock.workers.trainer.update.blocks import Blocks
+from penstock.workers.trainer.update.layout import Blocks
 from penstock.workers.trainer.update.pictures import Pictures, Placed, num_tokens, place
 from tests.workers.trainer.seeing import PAD, merge_of, model_that_sees, picture
 

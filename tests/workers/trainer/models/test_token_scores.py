@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.workers.trainer.models.output_layer import LogitChange, OutputLayer
 from penstock.workers.trainer.models.token_scores import (
     BYTES_PER_LOGIT,
+    LogitChange,
+    OutputLayer,
     likeliest_tokens,
     tile_shape,
     token_scores,

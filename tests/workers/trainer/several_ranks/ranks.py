@@ -22,7 +22,7 @@ from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer import publishing
 from penstock.workers.trainer.engines import deepspeed, fsdp
-from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState

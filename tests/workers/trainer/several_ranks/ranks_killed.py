@@ -20,10 +20,10 @@ from torch import Tensor
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import MemoryCheckpointError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.workers.trainer import memory_checkpoint
 from penstock.workers.trainer.engines import deepspeed
-from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
-from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.memory_checkpoint.slots import steps_there
+from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.memory_slots import steps_there
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState

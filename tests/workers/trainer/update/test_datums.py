@@ -5,7 +5,7 @@ import pytest
 
 from penstock.conf.errors import DataError
 from penstock.workers.calls.training_calls import Datum, LossCall
-from penstock.workers.trainer.update.datums import Limits, rows_of
+from penstock.workers.trainer.datum_trainer import Limits, rows_of
 
 LIMITS = Limits(None, 16, 16)
 

@@ -19,9 +19,9 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import MemoryCheckpointError, PartnerGone
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from penstock.workers.trainer.memory_checkpoint import memory_checkpoint
-from penstock.workers.trainer.memory_checkpoint.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.memory_checkpoint.slots import SLOTS, steps_there
+from penstock.workers.trainer import memory_checkpoint
+from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.memory_slots import SLOTS, steps_there
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer

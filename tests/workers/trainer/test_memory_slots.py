@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.trainer.memory_checkpoint import slots as slots_module
-from penstock.workers.trainer.memory_checkpoint.slots import (
+from penstock.workers.trainer import memory_slots as slots_module
+from penstock.workers.trainer.memory_slots import (
     SLOTS,
     Block,
     Header,
@@ -130,8 +130,8 @@ def test_files_of_another_size_are_made_fit_and_no_copies_any_more(slots: Slots)
 FULL = """
 import sys
 from pathlib import Path
-from penstock.workers.trainer.memory_checkpoint.slots import reserve_slots
-from penstock.workers.trainer.memory_checkpoint.slots import Slots
+from penstock.workers.trainer.memory_slots import reserve_slots
+from penstock.workers.trainer.memory_slots import Slots
 MIB = 2**20
 root = Path(sys.argv[1]) / "states"
 for leave, expected in ((0, True), (3 * MIB, False)):
@@ -151,7 +151,7 @@ assert not second.directory.exists()
 
 @pytest.mark.real
 def test_publications_are_left_their_room(tmp_path: Path) -> None:
-    instead = "tests/workers/trainer/memory_checkpoint/test_memory_checkpoint.py asks for more than there is"
+    instead = "tests/workers/trainer/test_memory_checkpoint.py asks for more than there is"
     printed = run_in_tmpfs(FULL, tmp_path, instead)
     assert "two copies of 3,145,728 bytes are needed, 8,388,608 of 8,388,608 are free, 3,145,728 of them" in printed
     assert "faults.keep_state=false" in printed

@@ -1,1 +1,0 @@
-"""Adapters that take turns in one model. Begin with `slot_trainer.py`."""
