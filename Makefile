@@ -102,7 +102,8 @@ gpu-imports: .venv-gpu/.locked ## the CUDA builds of requirements/gpu.lock (12 G
 	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE .venv-gpu/bin/python -m pip install --quiet --no-deps --no-build-isolation $(GPU_EXTRAS)
 	.venv-gpu/bin/python -m benchmarks.gpu.imports
 
-gpu-smoke: setup ## the ten steps that fail first on GPUs; stops at the first failure, writes what was seen into docs/gpu.md
+gpu-smoke: setup ## the trainer's first minutes on a GPU, then the ten steps that fail first; writes what was seen into docs/gpu.md
+	-$(BIN)/python -m benchmarks.gpu.first_minutes
 	$(BIN)/python -m benchmarks.gpu.smoke $(ARGS)
 
 clean: ## all that is made: environments, runs, caches

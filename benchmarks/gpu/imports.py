@@ -146,7 +146,7 @@ def vllm_arguments() -> None:
 
 def transports() -> None:
     """The settings of every stream, which vLLM's own classes check."""
-    from penstock.workers.weights.streaming.senders import SenderPlace
+    from penstock.workers.weights.weight_senders import SenderPlace
     from penstock.workers.weights.trainer_side import INIT_INFOS
 
     engines = types.SimpleNamespace(num_engines=2, workers_per_engine=1)

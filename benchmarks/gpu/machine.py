@@ -24,6 +24,10 @@ SIZES = {
         num_layers=24, hidden_size=896, intermediate_size=4864, num_heads=14, num_kv_heads=2,
         max_position_embeddings=4096, initializer_range=INITIALIZER_RANGE,
     ),
+    "1.5b": FreshModelConfig(
+        num_layers=28, hidden_size=1536, intermediate_size=8960, num_heads=12, num_kv_heads=2,
+        max_position_embeddings=4096, initializer_range=INITIALIZER_RANGE,
+    ),
     "small": FreshModelConfig(
         num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=1,
         max_position_embeddings=4096, initializer_range=INITIALIZER_RANGE,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.first_minutes import run_part
 from benchmarks.gpu.learning import SHARES, words
 from benchmarks.gpu.training import PROMPT_TOKENS, random_rows, settings
 from penstock.conf.trainer import TrainerConfig
@@ -35,6 +36,14 @@ def test_without_a_gpu_a_benchmark_says_so_in_one_line(name: str, tmp_path: Path
     assert "finds no GPU" in lines[0]
     assert "Traceback" not in done.stderr
     assert not file.exists()
+
+
+@pytest.mark.real
+def test_the_first_minutes_go_on_after_a_part_that_fails(tmp_path: Path) -> None:
+    assert run_part("update", tmp_path, 0.01)["status"] == "not done within 0 s"
+    rehearsed = [run_part(name, tmp_path, 120) for name in ("packages", "nccl", "ipc")]
+    assert [line["status"] for line in rehearsed] == ["ok", "ok", "ok"], rehearsed
+    assert rehearsed[1]["facts"]["backend"] == "gloo"
 
 
 @pytest.mark.parametrize("transport", SHARES)

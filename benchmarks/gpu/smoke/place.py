@@ -54,6 +54,12 @@ class Place:
             build_fresh_model(path, MODEL, seed=1)
         return path
 
+    @property
+    def preset(self) -> dict[str, Any]:
+        """What presets of models say on GPUs: bfloat16 and captured graphs. On the CPU float32, without graphs."""
+        dtype = "bfloat16" if self.has_gpu else "float32"
+        return {"rollout.dtype": dtype, "trainer.dtype": dtype, "rollout.enforce_eager": not self.has_gpu}
+
     def say(self, text: str) -> None:
         print(f"  {text}", flush=True)
         self.said.append(text)
@@ -88,7 +94,8 @@ class Place:
         """A vLLM engine, with that share of a GPU if there is one."""
         config = RolloutConfig(
             num_gpus_per_worker=share if self.has_gpu else 0, max_model_len=MAX_LENGTH, kv_cache_gib=0.1,
-            gpu_memory_utilization=0.3, dtype="float32", enforce_eager=True,
+            gpu_memory_utilization=0.3, dtype=self.preset["rollout.dtype"],
+            enforce_eager=self.preset["rollout.enforce_eager"],
         )  # fmt: skip
         return EngineSpec(config, str(model or self.model), **options)
 

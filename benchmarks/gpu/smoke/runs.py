@@ -28,16 +28,14 @@ def words(place: Place, name: str, steps: int, share: float = 1.0, **options: ob
     gpus = share if place.has_gpu else 0
     set_here = {
         "name": name, "output_dir": place.folder, "model.path": place.model, "data.path": place.prompts(),
-        "reward.function": "digits", "rollout.engine": "vllm", "rollout.dtype": "float32", "trainer.dtype": "float32",
+        "reward.function": "digits", "rollout.engine": "vllm",
         "rollout.max_model_len": 128, "rollout.sampling.max_tokens": 16, "rollout.kv_cache_gib": 0.1,
-        "rollout.gpu_memory_utilization": 0.3, "rollout.enforce_eager": "true", "rollout.num_gpus_per_worker": gpus,
+        "rollout.gpu_memory_utilization": 0.3, "rollout.num_gpus_per_worker": gpus,
         "trainer.num_gpus_per_rank": gpus, "trainer.max_steps": steps, "trainer.groups_per_step": 4,
         "algorithm.group_size": 4, "trainer.optimizer.lr": 1e-3,
     }  # fmt: skip
-    return [
-        f"{key}={value}"
-        for key, value in (set_here | {key.replace("__", "."): value for key, value in options.items()}).items()
-    ]
+    given = {key.replace("__", "."): value for key, value in options.items()}
+    return [f"{key}={value}" for key, value in (place.preset | set_here | given).items()]
 
 
 def run(
