@@ -28,9 +28,8 @@ from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.models.pictures import Sight, tower_of
-from penstock.workers.trainer.preparation import Preparation
+from penstock.workers.trainer.preparation import Preparation, Replay
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.replay import Replay
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.slot_trainer import SlotTrainer, with_slot
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec

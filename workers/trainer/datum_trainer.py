@@ -26,13 +26,12 @@ from penstock.workers.pictures.placeholders import NO_PICTURES
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.minibatches import LossInputs
+from penstock.workers.trainer.update.minibatches import LossArguments
 from penstock.workers.trainer.update.sequences import TARGETS
 from penstock.workers.trainer.update.tally import Tally
 
 ABSENT = {"weights": 1.0, "clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
 """Numbers that stand for an input that a datum lacks and another has; bounds that the loss's config sets come first."""
-
 T = TypeVar("T")
 
 
@@ -57,7 +56,7 @@ class DatumTrainer(PolicyTrainer):
         `DataError` on all ranks alike, having changed nothing."""
         formula = _no_loss if loss is None else summed_loss(loss.name, loss.config)
         rows = self._agreed(lambda: rows_of(data, loss, self._limits))
-        inputs = LossInputs.of(formula, rows.names)
+        inputs = LossArguments.of(formula, rows.names)
         with self._phase("agreement on micro-batches"):
             minibatches = self._batcher.minibatches(rows, inputs, 1)
         tally, found = Tally(), [np.zeros(0, np.float32)] * len(data)

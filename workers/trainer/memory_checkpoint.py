@@ -45,7 +45,6 @@ from penstock.workers.weights.publication.publication import copy_and_sum, needs
 from penstock.workers.weights.publication.reused_files import POPULATE_READ, WritableMappings, populate
 
 ADVICE = "Go on from the last checkpoint (resume=auto)."
-
 PUBLICATIONS = 3
 """Number of publications that may lie in shared memory at the same time: copies leave room for them."""
 

@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +45,6 @@ from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer
 
 from penstock.conf.errors import DeadlineExceeded, ModelError, NotStarted, WeightError
-from penstock.conf.trainer import TrainerConfig
 from penstock.store.data import durable
 from penstock.workers.machine.local_files import FreeSpace, part_of, write_whole
 from penstock.workers.models.model_files import CONFIG, INDEX, SINGLE, copy_texts, remove_weights, shard_name
@@ -376,63 +375,3 @@ class _Writing:
         """Write no more."""
         self._copies.clear()
         self._open.close()
-
-
-class Publishes:
-    """The publications and exports of a trainer, which inherits them."""
-
-    config: TrainerConfig
-    model_path: str
-    engine_dtype: str
-    trainable: bool
-    ranks: Ranks
-    engine: TrainEngine
-    publisher: Publisher
-
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        return phase(name, self.ranks, lambda: self.engine.where)
-
-    def publish(self, directory: str, version: int) -> Publication:
-        """Publish a version, and wait until that is done. Collective."""
-        self.begin_publishing(directory, version)
-        return self.finish_publishing(version, self.ranks.timeout.total_seconds())
-
-    def begin_publishing(self, directory: str, version: int) -> None:
-        """Begin to write version `version` under the root `directory`, every rank its shard: the model, or with
-        `trainer.lora.publish=adapter` the adapter alone. The weights may change when this returns. Collective."""
-        with self._phase(f"publication of version {version}"):
-            self.publisher.begin(directory, version)
-
-    def finish_publishing(self, version: int, timeout_s: float) -> Publication:
-        """Wait until it is written. On one node it is sealed then; relays between nodes seal it later. May be called
-        beside the next update, and again."""
-        return self.publisher.finish(version, timeout_s)
-
-    @property
-    def publication_bytes(self) -> int:
-        """Bytes of one version. Collective where it is asked for before the first."""
-        with self._phase("layout of publications"):
-            return self.publisher.layout.num_bytes
-
-    def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
-        """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
-        the same plan on every rank."""
-        with self._phase("planning of publications"):
-            return self.publisher.plan_chunks(node, num_receivers)
-
-    def _published(self) -> Iterator[Piece]:
-        """Pieces that engines are sent. Collective."""
-        alone = self.trainable and self.config.lora.publishes_adapter
-        return self.engine.adapter_pieces() if alone else self.engine.pieces()
-
-    def try_export(self) -> None:
-        """See that what an export has besides the weights can be written. Raises `ModelError`."""
-        if self.ranks.rank == 0:
-            try_texts(self.engine.model.lm, self.model_path, self.engine_dtype)
-
-    def export(self, directory: str) -> dict[str, int]:
-        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
-        files that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
-        `WeightError`."""
-        with self._phase("export"):
-            return export(self.engine, directory, self.model_path, self.engine_dtype)

@@ -35,7 +35,6 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.network.machine import interface_of
 
 LATE = ("timed out", "timeout")
-
 LOST = (
     "connection closed", "connection reset", "connection refused", "broken pipe", "socket closed", "remote process",
     "communicator was aborted",
@@ -205,9 +204,7 @@ def named(error: RuntimeError, phase: str, ranks: Ranks, where: str) -> Penstock
 
 INTERFACE_KEYS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Environment variable that each library reads, and how it wants an exact name."""
-
 LOOPBACK = "lo"
-
 TIMEOUT_KEY = "trainer.collective_timeout_s"
 
 

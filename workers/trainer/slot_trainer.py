@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -51,19 +51,27 @@ from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.lora import ADAPTER, adapters
 from penstock.workers.trainer.engines.mesh import local
 from penstock.workers.trainer.models.token_scores import AdaptedOutputLayer
-from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece, boxes
 from penstock.workers.weights.publication.adapter import tensor_name
 
 WEIGHTS, GRADIENTS = "weights", "gradients"
-
 KINDS = (WEIGHTS, *MOMENTS, GRADIENTS)
 """What an adapter has of every tensor; gradients only between a backward pass and the next step."""
 
 
+@dataclass
+class NamedAdapter:
+    """An adapter of a rank."""
+
+    spec: AdapterSpec
+    num_steps: int = 0
+    stored: dict[str, dict[str, Tensor]] | None = None
+    """Its tensors in the host's memory (`Slot.take`); None: it is in the slot."""
+
+
 class SlotTrainer(DatumTrainer):
-    """A `PolicyTrainer` whose adapters are trained by name. Every method is collective. Wrong arguments raise
-    `DataError` on all ranks alike, and change nothing.
+    """A `PolicyTrainer` whose adapters are trained by name. Every method is collective. Wrong arguments, such as an
+    unknown name, raise `DataError` on all ranks alike, and change nothing.
 
         trainer = SlotTrainer(TrainerConfig(lora=LoraConfig(rank=32)), "path/to/model")     # rank: of the slot
         trainer.create("mine", AdapterSpec(rank=8, seed=1))
@@ -74,9 +82,11 @@ class SlotTrainer(DatumTrainer):
     def _make(self, model_path: str, attention: str) -> None:
         super()._make(model_path, attention)
         assert isinstance(self.engine, FsdpEngine)
-        rank = self.config.lora.rank
-        self.slot: AdapterSlot | WholeSlot = WholeSlot(self.engine) if rank == WHOLE else AdapterSlot(self.engine)
-        self.bank = AdapterBank(self.slot, rank, self.ranks)
+        is_whole = self.config.lora.rank == WHOLE
+        self.slot: AdapterSlot | WholeSlot = WholeSlot(self.engine) if is_whole else AdapterSlot(self.engine)
+        self._adapters: dict[str, NamedAdapter] = {}
+        self._current: str | None = None
+        """Name of the adapter in the slot."""
 
     def _add_adapters(self) -> dict[str, Tensor]:
         """Put adapters around linear layers and the output layer."""
@@ -90,23 +100,43 @@ class SlotTrainer(DatumTrainer):
         return values
 
     def create(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
-        """Make an adapter, in the place of one of that name: new, as the base model is, or of a state, with which it
-        goes on bit for bit. Raises `DataError`."""
-        self.bank.create(name, spec, state)
+        """Make an adapter in the slot, in the place of one of that name: new, as the base model is, or of a state, from
+        which training continues bit for bit. Raises `DataError` for a rank that does not fit and a state of other
+        tensors."""
+        check_rank(spec, self.config.lora.rank)
+        self._check_state(spec, state)
+        self._vacate()
+        tensors, num_steps = ({}, 0) if state is None else (state.tensors, state.num_steps)
+        self.slot.fill(spec, tensors, num_steps)
+        self._adapters[name], self._current = NamedAdapter(spec, num_steps), name
 
     def drop(self, name: str) -> None:
         """Forget an adapter, if there is one of that name."""
-        self.bank.drop(name)
+        self._adapters.pop(name, None)
+        if self._current == name:
+            self._current = None
 
     def state(self, name: str) -> AdapterState | None:
-        """The whole state on rank 0, for any number of ranks to go on from; None on the others."""
+        """The whole state on rank 0, for any number of ranks to continue from; None on the others."""
         with self._phase(f"state of adapter {name}"):
-            return self.bank.state(name)
+            adapter = self._enter(name)
+            tensors: dict[str, np.ndarray] = {}
+            for kind in KINDS:
+                own = [
+                    (f"{kind}/{box.name}", box.shape, box.corner, box.values.cpu().numpy())
+                    for box in boxes(self.slot.pieces(adapter.spec, kind))
+                ]
+                for key, shape, corner, values in self.ranks.gather_first(own):
+                    whole = tensors.setdefault(key, np.zeros(shape, np.float32))
+                    whole[tuple(slice(first, first + n) for first, n in zip(corner, values.shape, strict=True))] = (
+                        values
+                    )
+            return AdapterState(adapter.spec, tensors, adapter.num_steps) if self.ranks.rank == 0 else None
 
     def forward(self, name: str, data: Sequence[Datum], loss: LossCall | None, *, backward: bool) -> ForwardOutput:
         """Score the targets of this rank's data; with `backward` gradients of the summed loss are added to the
         adapter's. `loss` None: scores alone. Metrics are those of all ranks' data: `loss`."""
-        self.bank.enter(name)
+        self._enter(name)
         return self.forward_data(data, loss, backward=backward)
 
     def step(self, name: str, params: AdamParams) -> dict[str, float]:
@@ -117,12 +147,51 @@ class SlotTrainer(DatumTrainer):
         is not finite, which leaves weights, moments and the count of steps as they were, and clears the gradients.
         """
         check_params(params)
-        known = self.bank.enter(name)
+        adapter = self._enter(name)
         self.slot.fill_gradients()
         norm = self._optimizer_step(params, defaultdict(float))
         is_finite = math.isfinite(norm)
-        known.num_steps += is_finite
+        adapter.num_steps += is_finite
         return {"grad_norm": norm, "skipped_nonfinite": float(not is_finite)}
+
+    def _enter(self, name: str) -> NamedAdapter:
+        """Bring an adapter into the slot, if it is not there. Raises `DataError` for an unknown name."""
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise DataError(f"there is no adapter {name!r}{suggest(name, self._adapters)}")
+        if self._current != name:
+            self._vacate()
+            assert adapter.stored is not None
+            self.slot.put(adapter.spec, adapter.stored, adapter.num_steps)
+            adapter.stored, self._current = None, name
+        return adapter
+
+    def _vacate(self) -> None:
+        """Take the current adapter out of the slot."""
+        if self._current is not None:
+            adapter = self._adapters[self._current]
+            adapter.stored = self.slot.take(adapter.spec)
+            self._current = None
+
+    def _check_state(self, spec: AdapterSpec, state: AdapterState | None) -> None:
+        parts = self.slot.parts_of(spec)
+        if not parts:
+            raise DataError("an adapter of no layers. Set one of train_attn, train_mlp and train_unembed.")
+        if state is None:
+            return
+        shapes = {part.name: part.shape(spec.rank) for part in parts}
+        for key, values in state.tensors.items():
+            kind, _, name = key.partition("/")
+            if kind not in KINDS or shapes.get(name) != tuple(values.shape):
+                raise DataError(
+                    f"the adapter's state has {key!r} of shape {list(values.shape)}; expected "
+                    f"{list(shapes[name]) if name in shapes else 'no such tensor'}. It is of another model or rank."
+                )
+        kinds = {key.partition("/")[0] for key in state.tensors}
+        for kind in sorted(kinds | {WEIGHTS}):
+            missing = [name for name in shapes if f"{kind}/{name}" not in state.tensors]
+            if missing:
+                raise DataError(f"the adapter's state lacks {kind}/{missing[0]!s}. It is of another model or adapter.")
 
 
 def with_slot(config: TrainerConfig, rank: int) -> TrainerConfig:
@@ -134,6 +203,16 @@ def with_slot(config: TrainerConfig, rank: int) -> TrainerConfig:
             f"{names_with('takes_turns', TRAINERS)} only. Choose that."
         )
     return replace(config, lora=LoraConfig(rank=rank, alpha=rank) if rank else LoraConfig(), num_minibatches=1)
+
+
+def check_rank(spec: AdapterSpec, largest: int) -> None:
+    """Raise `DataError` for a rank that a slot does not have room for; a slot for whole models has `WHOLE` alone."""
+    lowest = min(1, largest)
+    if not lowest <= spec.rank <= largest:
+        raise DataError(
+            f"an adapter of rank {spec.rank}: ranks from {lowest} to {largest} are served. Ask for one of "
+            "them, or raise serve.max_rank."
+        )
 
 
 def check_params(params: AdamParams) -> None:
@@ -149,34 +228,25 @@ def check_params(params: AdamParams) -> None:
         )
 
 
-class Part(Protocol):
-    """A tensor of a slot."""
+@dataclass(frozen=True)
+class SlotTensor:
+    """A tensor of a slot: a parameter of the whole model."""
 
-    @property
-    def name(self) -> str:
-        """Name in `AdapterState.tensors`."""
-
-    @property
-    def parameter(self) -> Any: ...
+    name: str
+    """Name in `AdapterState.tensors`."""
+    parameter: Any
 
     @property
     def is_cut_in_columns(self) -> bool:
         """True if tensor parallelism may give this rank some columns alone."""
+        return bool(self.parameter.ndim > 1)
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of an adapter's own tensor."""
+        """Shape of the tensor of an adapter of this rank."""
+        return tuple(self.parameter.shape)
 
 
-P = TypeVar("P", bound=Part)
-
-
-@dataclass(frozen=True)
-class Held:
-    """This rank's elements of an adapter that is not in the slot, in the host's memory."""
-
-    tensors: dict[str, dict[str, Tensor]]
-    """Tensors of each kind by name, of the parts that are trained."""
-    num_steps: int
+P = TypeVar("P", bound=SlotTensor)
 
 
 class Slot(ABC, Generic[P]):
@@ -193,29 +263,30 @@ class Slot(ABC, Generic[P]):
         """The parts that an adapter trains, in the model's order."""
 
     @torch.no_grad()
-    def take(self, spec: AdapterSpec, num_steps: int) -> Held:
-        """Copy the adapter that is here to the host's memory."""
+    def take(self, spec: AdapterSpec) -> dict[str, dict[str, Tensor]]:
+        """Copy the adapter in the slot to the host's memory: this rank's elements of the tensors that it trains, by
+        kind and name."""
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
         for part in self.parts_of(spec):
             for kind, tensor in self._tensors(part):
                 if tensor is not None:
                     tensors[kind][part.name] = self._own(part, spec.rank, tensor).to("cpu", copy=True)
-        return Held(tensors, num_steps)
+        return tensors
 
     @torch.no_grad()
-    def put(self, spec: AdapterSpec, held: Held) -> None:
-        """Bring an adapter here that was taken before, in the place of another."""
+    def put(self, spec: AdapterSpec, stored: Mapping[str, Mapping[str, Tensor]], num_steps: int) -> None:
+        """Put an adapter that was taken before into the slot, in the place of another."""
         self._clear(spec)
         for part in self.parts_of(spec):
-            for kind, tensors in held.tensors.items():
+            for kind, tensors in stored.items():
                 if part.name in tensors:
                     self._own(part, spec.rank, self._tensor(part, kind)).copy_(tensors[part.name])
-        set_num_steps(self._optimizer, held.num_steps)
+        set_num_steps(self._optimizer, num_steps)
 
     @torch.no_grad()
     def fill(self, spec: AdapterSpec, whole: Mapping[str, np.ndarray], num_steps: int) -> None:
-        """Bring an adapter here of whole tensors by their names in `AdapterState.tensors`. Those that it lacks are
-        zero; where there are no weights at all, it begins anew."""
+        """Put an adapter into the slot, of whole tensors by their names in `AdapterState.tensors`. Those that it lacks
+        are zero; where there are no weights at all, it starts anew."""
         self._clear(spec)
         is_new = not any(name.startswith(f"{WEIGHTS}/") for name in whole)
         for part in self.parts_of(spec):
@@ -228,7 +299,7 @@ class Slot(ABC, Generic[P]):
 
     @torch.no_grad()
     def pieces(self, spec: AdapterSpec, kind: str) -> Iterator[Piece]:
-        """This rank's pieces of the adapter that is here, one a tensor, of the adapter's own shapes."""
+        """This rank's pieces of the adapter in the slot, one a tensor, of the adapter's own shapes."""
         for part in self.parts_of(spec):
             tensor = dict(self._tensors(part))[kind]
             if tensor is not None:
@@ -281,114 +352,10 @@ class Slot(ABC, Generic[P]):
                     local(tensor).zero_()
 
 
-@dataclass
-class Known:
-    """An adapter."""
-
-    spec: AdapterSpec
-    num_steps: int = 0
-    held: Held | None = None
-    """Its tensors; None: it is in the slot."""
-
-
-class AdapterBank:
-    """Adapters by name.
-
-    bank.create("mine", AdapterSpec(rank=8), None)
-    bank.enter("mine")            # it is in the slot
-    bank.state("mine")            # whole, on rank 0
-    """
-
-    def __init__(self, slot: Slot[Any], max_rank: int, ranks: Ranks) -> None:
-        """`max_rank`: `WHOLE` for a slot of whole models."""
-        self._slot, self._max_rank, self._ranks = slot, max_rank, ranks
-        self._known: dict[str, Known] = {}
-        self._present: str | None = None
-        """Name of the adapter in the slot."""
-
-    def create(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
-        """Make an adapter, in the place of one of that name; it is in the slot then. Raises `DataError` for a rank that
-        does not fit and a state of other tensors, having changed nothing."""
-        whole = {} if state is None else dict(state.tensors)
-        self._check(spec, state)
-        self._leave()
-        num_steps = 0 if state is None else state.num_steps
-        self._slot.fill(spec, whole, num_steps)
-        self._known[name], self._present = Known(spec, num_steps), name
-
-    def drop(self, name: str) -> None:
-        """Forget an adapter, if there is one of that name."""
-        self._known.pop(name, None)
-        if self._present == name:
-            self._present = None
-
-    def enter(self, name: str) -> Known:
-        """Bring an adapter into the slot, if it is not there. Raises `DataError` for an unknown name."""
-        known = self._known.get(name)
-        if known is None:
-            raise DataError(f"there is no adapter {name!r}{suggest(name, self._known)}")
-        if self._present != name:
-            self._leave()
-            assert known.held is not None
-            self._slot.put(known.spec, known.held)
-            known.held, self._present = None, name
-        return known
-
-    def state(self, name: str) -> AdapterState | None:
-        """The whole state, on rank 0; None on others. Collective. Raises `DataError`."""
-        known = self.enter(name)
-        tensors: dict[str, np.ndarray] = {}
-        for kind in KINDS:
-            own = [
-                (f"{kind}/{box.name}", box.shape, box.corner, box.values.cpu().numpy())
-                for box in boxes(self._slot.pieces(known.spec, kind))
-            ]
-            for key, shape, corner, values in self._ranks.gather_first(own):
-                whole = tensors.setdefault(key, np.zeros(shape, np.float32))
-                whole[tuple(slice(first, first + n) for first, n in zip(corner, values.shape, strict=True))] = values
-        return AdapterState(known.spec, tensors, known.num_steps) if self._ranks.rank == 0 else None
-
-    def _leave(self) -> None:
-        """Take the present adapter out of the slot."""
-        if self._present is not None:
-            known = self._known[self._present]
-            known.held = self._slot.take(known.spec, known.num_steps)
-            self._present = None
-
-    def _check(self, spec: AdapterSpec, state: AdapterState | None) -> None:
-        lowest = min(1, self._max_rank)
-        if not lowest <= spec.rank <= self._max_rank:
-            raise DataError(
-                f"an adapter of rank {spec.rank}: ranks from {lowest} to {self._max_rank} are served. Ask for one of "
-                "them, or raise serve.max_rank."
-            )
-        parts = self._slot.parts_of(spec)
-        if not parts:
-            raise DataError("an adapter of no layers. Set one of train_attn, train_mlp and train_unembed.")
-        if state is None:
-            return
-        shapes = {part.name: part.shape(spec.rank) for part in parts}
-        for key, values in state.tensors.items():
-            kind, _, name = key.partition("/")
-            if kind not in KINDS or shapes.get(name) != tuple(values.shape):
-                raise DataError(
-                    f"the adapter's state has {key!r} of shape {list(values.shape)}; expected "
-                    f"{list(shapes[name]) if name in shapes else 'no such tensor'}. It is of another model or rank."
-                )
-        kinds = {key.partition("/")[0] for key in state.tensors}
-        for kind in sorted(kinds | {WEIGHTS}):
-            missing = [name for name in shapes if f"{kind}/{name}" not in state.tensors]
-            if missing:
-                raise DataError(f"the adapter's state lacks {kind}/{missing[0]!s}. It is of another model or adapter.")
-
-
 @dataclass(frozen=True)
-class AdapterPart:
-    """A or B of one layer in the slot."""
+class AdapterTensor(SlotTensor):
+    """A or B of one layer in the slot, by PEFT's name in an adapter's file."""
 
-    name: str
-    """PEFT's name in an adapter's file."""
-    parameter: Any
     is_a: bool
     module: Any
     """The layer that has it."""
@@ -404,7 +371,7 @@ class AdapterPart:
         return (rank, columns) if self.is_a else (rows, rank)
 
 
-class AdapterSlot(Slot[AdapterPart]):
+class AdapterSlot(Slot[AdapterTensor]):
     """The slot of LoRA adapters."""
 
     def __init__(self, engine: FsdpEngine) -> None:
@@ -412,15 +379,15 @@ class AdapterSlot(Slot[AdapterPart]):
         super().__init__(engine)
         self.parts = list(_parts(engine.model.lm))
 
-    def parts_of(self, spec: AdapterSpec) -> list[AdapterPart]:
+    def parts_of(self, spec: AdapterSpec) -> list[AdapterTensor]:
         trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
         return [part for part in self.parts if trained[part.group]]
 
-    def _begin(self, part: AdapterPart, spec: AdapterSpec) -> None:
+    def _begin(self, part: AdapterTensor, spec: AdapterSpec) -> None:
         if part.is_a:
             self._cut(part, spec, part.parameter, initial_a(part.name, part.shape(spec.rank), spec.seed))
 
-    def _own(self, part: AdapterPart, rank: int, tensor: Tensor) -> Tensor:
+    def _own(self, part: AdapterTensor, rank: int, tensor: Tensor) -> Tensor:
         """The adapter's own rows of A or columns of B."""
         values = local(tensor)
         if not part.is_a:
@@ -449,12 +416,12 @@ def initial_a(name: str, shape: tuple[int, int], seed: int) -> np.ndarray:
     return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator).numpy()
 
 
-def _parts(lm: Any) -> Iterator[AdapterPart]:
+def _parts(lm: Any) -> Iterator[AdapterTensor]:
     for adapter in adapters(lm):
         module = lm.get_submodule(adapter.path)
         group = "unembed" if isinstance(module, AdaptedOutputLayer) else _group(adapter.path)
-        yield AdapterPart(tensor_name(adapter.path, "A"), adapter.a, True, module, group)
-        yield AdapterPart(tensor_name(adapter.path, "B"), adapter.b, False, module, group)
+        yield AdapterTensor(tensor_name(adapter.path, "A"), adapter.a, True, module, group)
+        yield AdapterTensor(tensor_name(adapter.path, "B"), adapter.b, False, module, group)
 
 
 def _group(path: str) -> str:
@@ -463,24 +430,7 @@ def _group(path: str) -> str:
     return "attn" if any("attn" in name or "attention" in name for name in names) else "mlp"
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of the model."""
-
-    name: str
-    """Name in the model's checkpoint."""
-    parameter: Any
-
-    @property
-    def is_cut_in_columns(self) -> bool:
-        return bool(self.parameter.ndim > 1)
-
-    def shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the parameter; there is no rank."""
-        return tuple(self.parameter.shape)
-
-
-class WholeSlot(Slot[Weight]):
+class WholeSlot(Slot[SlotTensor]):
     """The slot of whole models."""
 
     def __init__(self, engine: FsdpEngine) -> None:
@@ -492,13 +442,13 @@ class WholeSlot(Slot[Weight]):
             if [part.name for part in engine.form.parts(name, tuple(parameter.shape))] != [name]:
                 raise ConfigError(f"serve.full: {name} has another form in checkpoints; models of experts are not "
                                   "served whole. Leave serve.full out.")  # fmt: skip
-        self.parts = [Weight(name, parameter) for name, parameter in trained]
+        self.parts = [SlotTensor(name, parameter) for name, parameter in trained]
         self._base: dict[str, Tensor] = {
             part.name: local(part.parameter).detach().to("cpu", copy=True) for part in self.parts
         }
 
-    def parts_of(self, spec: AdapterSpec) -> list[Weight]:
+    def parts_of(self, spec: AdapterSpec) -> list[SlotTensor]:
         return self.parts
 
-    def _begin(self, part: Weight, spec: AdapterSpec) -> None:
+    def _begin(self, part: SlotTensor, spec: AdapterSpec) -> None:
         local(part.parameter).copy_(self._base[part.name])

@@ -1,5 +1,5 @@
-"""A rank of a trainer: log-probabilities, updates, publications. Its engine decides what lies
-where (`engines/engine.py`).
+"""A rank of a trainer: log-probabilities, updates, publications. Its engine decides where weights, gradients and
+optimizer states lie (`engines/engine.py`).
 
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
                          └──────────────────────── forward_backward(rows, loss) ────────────────────┘   optim_step()
@@ -13,8 +13,8 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens,
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.calls.training_calls import AdamParams
-from penstock.workers.protocols import Loss, UpdateReport
+from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.routed_experts import KEY as REPLAY_KEY
-from penstock.workers.trainer.engines.engine import HostActivations, learning_rate, make_engine, step_params
+from penstock.workers.trainer.engines.engine import HostActivations, learning_rate, make_engine
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import (
@@ -52,22 +52,24 @@ from penstock.workers.trainer.models.pictures import (
 )
 from penstock.workers.trainer.models.routing import Routers
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.publishing import Publisher, Publishes
-from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.publishing import Publisher, export, try_texts
+from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.step_meter import clock, size_of
 from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.minibatches import Batcher, LossInputs, Minibatch
+from penstock.workers.trainer.update.minibatches import Batcher, LossArguments, Minibatch
 from penstock.workers.trainer.update.pictures import Pictures
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_shares
+from penstock.workers.weights.chain.plan import ChunkPlan
+from penstock.workers.weights.piece import Piece
 
 
 @dataclass(frozen=True)
 class UpdateContext:
     """The parts of one update that all its micro-batches share."""
 
-    inputs: LossInputs
+    inputs: LossArguments
     tally: Tally
     old_logprobs: list[np.ndarray] | None
     """Log-probabilities before the update, `[T_i]` for each row, where the loss asks for them and weights change before
@@ -75,7 +77,7 @@ class UpdateContext:
     recorder: TokenRecorder | None
 
 
-class PolicyTrainer(Publishes):
+class PolicyTrainer:
     """A rank of several, all of which make the same calls in the same order, each with its own rows (maybe none). Ranks
     that split the work on a row (`TrainerConfig.ranks_per_row`) have the same ones.
 
@@ -321,14 +323,15 @@ class PolicyTrainer(Publishes):
 
     def _own_params(self) -> AdamParams:
         """The optimizer's numbers as this update's turn in the schedule has them."""
-        rate = learning_rate(self.config.optimizer, self.num_updates, self.config.max_steps)
-        return step_params(self.config.optimizer, rate)
+        config = self.config.optimizer
+        rate = learning_rate(config, self.num_updates, self.config.max_steps)
+        return AdamParams(rate, *config.betas, config.eps, config.weight_decay, config.clip_norm)
 
-    def _planned(self, rows: Rows, loss: Loss, count: int | None = None) -> tuple[LossInputs, list[Minibatch]]:
+    def _planned(self, rows: Rows, loss: Loss, count: int | None = None) -> tuple[LossArguments, list[Minibatch]]:
         """What the loss reads, and the minibatches, `count` or as many as configured. Collective."""
         if not self.trainable:
             raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
-        inputs = LossInputs.of(loss, rows.names)
+        inputs = LossArguments.of(loss, rows.names)
         with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
             return inputs, self._batcher.minibatches(rows, inputs, count or self.config.num_minibatches)
 
@@ -350,6 +353,51 @@ class PolicyTrainer(Publishes):
         num_tokens = int(rows.lengths("response_ids").sum()) if len(rows) else 0
         return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
 
+    def publish(self, directory: str, version: int) -> Publication:
+        """Publish a version, and wait until that is done. Collective."""
+        self.begin_publishing(directory, version)
+        return self.finish_publishing(version, self.ranks.timeout.total_seconds())
+
+    def begin_publishing(self, directory: str, version: int) -> None:
+        """Begin to write version `version` under the root `directory`, every rank its shard: the model, or with
+        `trainer.lora.publish=adapter` the adapter alone. The weights may change when this returns. Collective."""
+        with self._phase(f"publication of version {version}"):
+            self.publisher.begin(directory, version)
+
+    def finish_publishing(self, version: int, timeout_s: float) -> Publication:
+        """Wait until it is written. On one node it is sealed then; relays between nodes seal it later. May be called
+        beside the next update, and again."""
+        return self.publisher.finish(version, timeout_s)
+
+    @property
+    def publication_bytes(self) -> int:
+        """Bytes of one version. Collective where it is asked for before the first."""
+        with self._phase("layout of publications"):
+            return self.publisher.layout.num_bytes
+
+    def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
+        """Publish to other nodes from now on: this rank is on `node`, and so many nodes receive. Collective; returns
+        the same plan on every rank."""
+        with self._phase("planning of publications"):
+            return self.publisher.plan_chunks(node, num_receivers)
+
+    def _published(self) -> Iterator[Piece]:
+        """Pieces that engines are sent. Collective."""
+        alone = self.trainable and self.config.lora.publishes_adapter
+        return self.engine.adapter_pieces() if alone else self.engine.pieces()
+
+    def try_export(self) -> None:
+        """See that what an export has besides the weights can be written. Raises `ModelError`."""
+        if self.ranks.rank == 0:
+            try_texts(self.engine.model.lm, self.model_path, self.engine_dtype)
+
+    def export(self, directory: str) -> dict[str, int]:
+        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
+        files that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
+        `WeightError`."""
+        with self._phase("export"):
+            return export(self.engine, directory, self.model_path, self.engine_dtype)
+
     def take_device(self) -> None:
         """Come back to the device that an engine had meanwhile. Does nothing on a CPU."""
         if self.ranks.device.type != "cpu":
@@ -368,6 +416,9 @@ class PolicyTrainer(Publishes):
         """Release the engine, and leave the other ranks."""
         self.engine.close()
         self.ranks.leave()
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return phase(name, self.ranks, lambda: self.engine.where)
 
     def _let_weights_go(self) -> None:
         for wait in self.before_weights_go:

@@ -19,8 +19,7 @@ from penstock.conf.trainer import ReplayConfig, TrainerConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.checkpointing.plain_data import decode, encode
-from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.replay import Replay, rarest, rarities
+from penstock.workers.trainer.preparation import Preparation, Replay, rarest, rarities
 from penstock.workers.trainer.token_recorder import PLACES, with_places
 from tests.amounts import amount
 

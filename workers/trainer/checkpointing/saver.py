@@ -55,7 +55,6 @@ from penstock.workers.weights.publication.publication import needs_buffers
 
 LOWEST = 19
 """Niceness of a thread that yields to all others."""
-
 ADVICE = "Make room, lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
 
 

@@ -59,9 +59,7 @@ from penstock.workers.weights.piece import Corner, Extents, Piece, boxes, boxes_
 FORMAT = 2
 """Version of the index. The first had the tensors' sizes alone, and ranges of the flattened tensors; it is still read.
 """
-
 INDEX = "index.json"
-
 CARRIED = "carried.json"
 """The file of what is no tensor."""
 

@@ -157,12 +157,6 @@ def set_params(optimizer: torch.optim.AdamW, params: AdamParams) -> None:
         }
 
 
-def step_params(config: OptimizerConfig, rate: float) -> AdamParams:
-    """Numbers of a step as configured, at this learning rate."""
-    beta1, beta2 = config.betas
-    return AdamParams(rate, beta1, beta2, config.eps, config.weight_decay, config.clip_norm)
-
-
 def learning_rate(config: OptimizerConfig, update: int, max_steps: int) -> float:
     """Rate of an update, counted from 0.
 

@@ -27,21 +27,16 @@ from torch.autograd.function import once_differentiable
 from penstock.workers.trainer.models.linear import AdoptedLinear
 
 ENTROPY = ("none", "value", "gradient")
-
 Addend = tuple[Tensor, Tensor]
 """Factors of a second product that logits get: `[N, K]` and `[V, K]`, of one dtype with the first ones."""
-
 BYTES_PER_LOGIT = 8
 """Bytes for a tile of float32 logits, and one more of the same size that is made of it."""
-
 BYTES_PER_WHOLE_LOGIT = 16
 """Bytes for logits, log-probabilities, and both of their gradients."""
-
 CPU_TILE_BYTES = 8 * 2**20
 """Bytes of a tile on a CPU, whatever the budget: tiles that stay in the cores' caches are the fastest. Measured at
 150,000 words: 1 to 16 MiB are equal, tiles of few tokens and the whole vocabulary take 1.7 times as long.
 """
-
 BANNED = -1e30
 """Logit of a token without probability: finite, as 0 times infinity is no number."""
 

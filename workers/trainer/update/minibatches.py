@@ -105,7 +105,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
-class LossInputs:
+class LossArguments:
     """A loss and what it reads. `columns` are those that it must have and those of its optional ones that the rows
     bring.
     """
@@ -117,7 +117,7 @@ class LossInputs:
     provided: tuple[str, ...]
 
     @classmethod
-    def of(cls, loss: Loss, names: tuple[str, ...]) -> "LossInputs":
+    def of(cls, loss: Loss, names: tuple[str, ...]) -> "LossArguments":
         """Find what a loss reads. `names`: columns of the rows. Raises `DataflowError` for a column that the loss needs
         and the rows lack."""
         provided, columns = [], []
@@ -189,7 +189,7 @@ class Batcher:
         count = max(self.ranks.gather(len(batches)))
         return self._pad(batches, count)
 
-    def minibatches(self, rows: Rows, inputs: LossInputs, count: int) -> list[Minibatch]:
+    def minibatches(self, rows: Rows, inputs: LossArguments, count: int) -> list[Minibatch]:
         """Make `count` minibatches, one for each optimizer step of an update, with the columns that the loss takes."""
         self._look(rows)
         columns = inputs.columns
