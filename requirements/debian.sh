@@ -6,6 +6,7 @@
 #   requirements/debian.sh verify [PYTHON]  those, and the other programs that tests call
 #
 # Installs as root or by sudo, and starts no service. Where neither is allowed it ends with one line that names the packages.
+# A system that is no Debian is named what it lacks; `make setup` goes on there, as it may have them under other names.
 set -euo pipefail
 
 missing=()
@@ -24,7 +25,12 @@ python_parts() {  # python_parts PYTHON
 case ${1:-} in setup | test | verify) ;; *) echo "usage: $0 setup|test|verify [PYTHON]" >&2; exit 2 ;; esac
 program g++ g++  # pycosat comes as source; torch and vLLM compile layers
 python_parts "${2:-python3}"
-"${2:-python3}" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)  # vLLM's CPU build loads it
+if [ -z "${VARIANT:-}" ]; then
+  if nvidia-smi >/dev/null 2>&1; then VARIANT=gpu; else VARIANT=cpu; fi
+fi
+if [ "$VARIANT" = cpu ]; then  # vLLM's CPU build loads it
+  "${2:-python3}" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)
+fi
 [ "$1" = setup ] || program chromium chromium
 if [ "$1" = verify ]; then
   program prometheus prometheus
@@ -37,7 +43,11 @@ install=(apt-get install -y --no-install-recommends "${missing[@]}")
 fail() { printf 'make %s needs Debian packages that are missing, and %s. As root: %s\n' "$what" "$1" "${install[*]}" >&2; exit 2; }
 what=$1
 
-command -v apt-get >/dev/null || fail "there is no apt-get here"
+if ! command -v apt-get >/dev/null; then
+  [ "$what" = setup ] || fail "there is no apt-get here"
+  echo "setup: this system may lack ${missing[*]} (Debian's names). Going on: install them by its own packages if what follows fails"
+  exit 0
+fi
 as_root=()
 if [ "$(id -u)" != 0 ]; then
   command -v sudo >/dev/null || fail "this user is neither root nor has sudo"

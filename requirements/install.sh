@@ -51,6 +51,22 @@ install_torch() {  # the CPU build is not on PyPI: where pip is configured with 
     fail "$pin: not found where pip looks, nor at $TORCH_CPU_INDEX (no network?). Give pip a place that has it: PIP_FIND_LINKS=DIRECTORY make setup"
 }
 
+LEAST_DRIVER=580  # of CUDA 13, which the pinned torch is built for
+
+check_driver() {
+  local driver; driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+  [ -n "$driver" ] || { echo "setup: nvidia-smi names no driver here; GPUs need driver $LEAST_DRIVER or newer"; return; }
+  [ "${driver%%.*}" -ge "$LEAST_DRIVER" ] ||
+    fail "the NVIDIA driver is $driver, and CUDA 13 needs $LEAST_DRIVER or newer. Update the driver, or install without GPUs: VARIANT=cpu make setup"
+}
+
+compare_gpus() {  # what the driver lists with what torch can use
+  local listed usable
+  listed=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
+  usable=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())' 2>>"$log") || usable=0
+  [ "$listed" = "$usable" ] || echo "setup: the driver lists $listed GPU(s), torch can use $usable. Look at CUDA_VISIBLE_DEVICES, at the container's devices, and at what this prints: .venv/bin/python -c 'import torch; torch.cuda.init()'"
+}
+
 allow_torchvision() {  # every process imports it at its start: see the file
   local site; site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   cp requirements/torchvision_on_cpu.py "$site"
@@ -71,8 +87,9 @@ project_stamp=.venv/.project-$( (cat pyproject.toml requirements/torchvision_on_
 if [ -f "$lock_stamp" ] && [ -f "$project_stamp" ]; then exit 0; fi
 
 start=$SECONDS
+[ "$variant" != gpu ] || check_driver
 python=$(find_python)
-requirements/debian.sh setup "$python"
+VARIANT=$variant requirements/debian.sh setup "$python"
 .venv/bin/python -c 'import pip' 2>/dev/null || make_venv
 if [ ! -f "$lock_stamp" ]; then
   echo "setup: $(grep -c '==' "$lock") pinned packages of $lock into .venv; takes two to three minutes and 3.6 GB (GPU: some minutes more)"
@@ -81,7 +98,7 @@ if [ ! -f "$lock_stamp" ]; then
   watched pip_install -r "$lock" || fail "installing $lock failed, the end of $log is above. The pins are for Linux x86-64 and Python 3.11; after mending, run it again: what is done is kept"
 fi
 pip_install --no-build-isolation --editable . || fail "installing the project itself failed, the end of $log is above"
-[ "$variant" != cpu ] || allow_torchvision
+if [ "$variant" = cpu ]; then allow_torchvision; else compare_gpus; fi
 rm -f .venv/.locked-* .venv/.project-*
 touch "$lock_stamp" "$project_stamp"
 echo "setup: done in $((SECONDS - start)) s, $(du -sh .venv | cut -f1) in .venv"

@@ -1,5 +1,5 @@
-"""Debian packages are installed where that is allowed, and named before anything runs where it is not. The commands
-that the script calls are made here, in a directory that is all of PATH."""
+"""Debian packages are installed where that is allowed, and named before anything runs where it is not; the driver of
+GPUs is looked at. The commands that the scripts call are made here."""
 
 import os
 import shutil
@@ -91,6 +91,60 @@ def test_where_there_is_no_apt_get_the_packages_are_named_in_one_line(system: Sy
     (line,) = done.stderr.splitlines()
     assert "there is no apt-get here" in line
     assert "chromium" in line
+
+
+def test_the_setup_of_another_system_names_what_it_may_lack_and_goes_on(system: System) -> None:
+    system.lacks("g++", "apt-get")
+    done = system.run("setup")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "this system may lack g++ (Debian's names)" in done.stdout
+
+
+def test_a_machine_with_gpus_needs_no_library_of_the_cpu_build(system: System) -> None:
+    system.command("python", 'case "$*" in *libnuma*) exit 1;; esac')
+    assert "libnuma1" in system.run("setup").stderr
+    system.command("nvidia-smi")
+    assert (system.run("setup").returncode, system.installed) == (0, [])
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose pip installs nothing and whose torch can use one GPU, on a machine with two."""
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "pyproject.toml").touch()
+    commands = {
+        ".venv/bin/python": 'case "$*" in *device_count*) echo 1;; esac',
+        "bin/nvidia-smi": 'case "$1" in -L) echo "GPU 0: one"; echo "GPU 1: two";; --*) echo "$DRIVER";; esac',
+    }
+    for name, does in commands.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_text(f"#!/bin/sh\n{does}\n")
+        file.chmod(0o755)
+    return tmp_path
+
+
+def installed(checkout: Path, driver: str) -> "subprocess.CompletedProcess[str]":
+    path = f"{checkout / 'bin'}:{os.environ['PATH']}"
+    return subprocess.run(
+        [checkout / "requirements" / "install.sh"], capture_output=True, text=True, timeout=900,
+        env={"PATH": path, "DRIVER": driver, "PYTHON": str(checkout / ".venv" / "bin" / "python")},
+    )  # fmt: skip
+
+
+def test_a_driver_that_is_too_old_ends_the_setup_before_it_installs(checkout: Path) -> None:
+    done = installed(checkout, "550.54.15")
+    assert done.returncode == 2
+    assert "the NVIDIA driver is 550.54.15, and CUDA 13 needs 580 or newer." in done.stderr
+    assert "VARIANT=cpu make setup" in done.stderr
+    assert not (checkout / ".venv" / "setup.log").exists()
+
+
+def test_gpus_that_torch_cannot_use_are_named_at_the_end_of_the_setup(checkout: Path) -> None:
+    done = installed(checkout, "580.65.06")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the driver lists 2 GPU(s), torch can use 1." in done.stdout
+    assert "setup: done in" in done.stdout
 
 
 def test_root_installs_what_is_missing_and_nothing_else(system: System) -> None:
