@@ -7,35 +7,37 @@ directory is left valid and no process is left behind.
 import asyncio
 import contextlib
 import time
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError, TakenOver, is_refusal
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.network.machine import warning
-from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, this_node
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
-from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory_view import settled, with_memory
-from penstock.orchestrator.configuration.validate import check_run, first_runs
+from penstock.orchestrator.configuration.memory_view import resolve_auto
+from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve, resolve_first
+from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.control.controller import TrainingResult
 from penstock.orchestrator.control.lifecycle import RunLifecycle
-from penstock.orchestrator.membership.handover import Identity, identity_of
-from penstock.orchestrator.membership.takeover import LeftBehind, find
 from penstock.orchestrator.observability.reporting.closing import print_unfinished
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.report import write_report
 from penstock.orchestrator.observability.reporting.sinks import Sink, opened_sinks
+from penstock.orchestrator.recovery.resume import finished_run, open_run
+from penstock.orchestrator.recovery.takeover import Identity, OrphanedRun, find_orphan, identity_of
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.fresh_model import build_fresh_model
@@ -59,6 +61,30 @@ class RunResult:
         """The HF directory of the final weights (`tracking.export_model`)."""
         return self.directory / "model"
 
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step, as metrics.jsonl has them: names such as `reward/mean`, and `step`."""
+        return RunDirectory(self.directory).read_metrics()
+
+    def plot(self, *names: str) -> Any:
+        """Draw metrics by step, rewards and held-out accuracy unless others are named. Returns matplotlib's figure."""
+        from matplotlib.figure import Figure  # late, and not pyplot, which keeps every figure
+
+        figure, lines = Figure(figsize=(6, 3.2), layout="constrained"), self.metrics
+        axes = figure.subplots()
+        for name in names or ("reward/mean", "accuracy/heldout"):
+            if points := [(line["step"], line[name]) for line in lines if line.get(name) is not None]:
+                axes.plot(*zip(*points, strict=True), label=name)
+        axes.set(xlabel="step", title=self.directory.name)
+        axes.legend()
+        return figure
+
+    def _repr_html_(self) -> str:
+        """The result as a notebook shows it."""
+        self.plot().savefig(picture := BytesIO(), format="png")
+        told = f"{self.directory.name}: {self.outcome.num_steps} steps in {self.seconds:,.0f} s, model in {self.model}"
+        return f'<p>{escape(told)}</p><img src="data:image/png;base64,{b64encode(picture.getvalue()).decode()}">'
+
 
 def run(
     config: RunConfig, flow: Dataflow | None = None, *, sinks: Sequence[Sink] = (), quiet: bool = False
@@ -69,18 +95,15 @@ def run(
     Raises `ConfigError`, `DataError`, `ModelError`, `ResourceError` or `RunInUse` before any actor starts (and
     `CheckpointError` for a URL that does not answer), and other `PenstockError`s later.
     """
-    config = completed(config)
-    console = Console(quiet=quiet)
-    if (done := finished_run(config)) is not None:
+    asked, console = resolve(config, flow), Console(quiet=quiet)
+    if (done := finished_run(asked.config)) is not None:
         return _nothing_left(done, console)
     start = time.monotonic()
-    flow = dataflow_of(config, flow)
-    plan = plan_actors(flow, config)
     tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    check_run(config, flow, plan, tell)
-    cluster = Cluster(_with_warm_start(plan, config), config)
+    check_run(asked, tell)
+    cluster = Cluster(_largest_plan(asked), asked.config)
     try:
-        directory, goes_on = open_run(config, partial(_left_behind, config, flow, cluster, tell))
+        directory, resume_from = open_run(asked.config, partial(_orphan_of, asked, cluster, tell))
     except BaseException:
         cluster.close()
         raise
@@ -88,20 +111,12 @@ def run(
     try:
         with contextlib.closing(cluster):
             cluster.connect(directory)
-            check_placement(plan, config)  # now, and not after the runs that come first
+            check_placement(asked.plan, asked.config)  # now, and not after the runs that come first
             if (told := warning()) is not None:
                 tell(told)
-            identity = identity_of(config, flow, this_node())
-            config = settled(config, flow, plan, cluster_nodes(), tell)
-            plan = with_memory(config, flow, plan, cluster_nodes())
-            if goes_on is not None:
-                before = goes_on.state if isinstance(goes_on, LeftBehind) else goes_on
-                model_path, paths = before.model_path, before.model_paths | config.model.paths
-                config = replace(config, model=replace(config.model, paths=paths))
-            else:
-                model_path = starting_model(config, directory)
-                config = with_other_models(config, directory, model_path)
-            outcome = _train(config, flow, plan, directory, model_path, console, sinks, goes_on, identity)
+            identity = identity_of(asked.config, asked.flow, this_node())
+            resolved = with_models(resolve_auto(asked, cluster_nodes(), tell), directory, resume_from)
+            outcome = _train(resolved, directory, console, sinks, identity, resume_from)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except TakenOver:
         directory.is_anothers = True
@@ -115,21 +130,21 @@ def run(
         may_recover = isinstance(error, PenstockError) and is_recoverable(error)
         directory.event(kind, error=type(error).__name__, message=str(error), may_recover=may_recover)
         with contextlib.suppress(OSError):  # a screen that is a file, on the disk that is full
-            print_unfinished(config, directory, console)
+            print_unfinished(asked.config, directory, console)
         raise
     finally:
         _close(directory)
     return RunResult(directory.path, outcome, time.monotonic() - start, directory.url)
 
 
-def _left_behind(
-    config: RunConfig, flow: Dataflow, cluster: Cluster, tell: Callable[[str], None], directory: RunDirectory
-) -> LeftBehind | None:
+def _orphan_of(
+    run: ResolvedRun, cluster: Cluster, tell: Callable[[str], None], directory: RunDirectory
+) -> OrphanedRun | None:
     """The actors that a dead command has left of the run, if any. Raises `ResourceError` if no cluster answers."""
     if not (directory.cluster_file.is_file() and is_elsewhere()):
         return None
     cluster.connect(directory)
-    return find(directory, identity_of(config, flow, this_node()), config.faults.lease_s, tell)
+    return find_orphan(directory, identity_of(run.config, run.flow, this_node()), run.config.faults.lease_s, tell)
 
 
 def _close(directory: RunDirectory) -> None:
@@ -160,25 +175,40 @@ def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:
 
 
 def _train(
-    config: RunConfig,
-    flow: Dataflow,
-    plan: list[ActorPlan],
+    run: ResolvedRun,
     directory: RunDirectory,
-    model_path: str,
     console: Console,
     sinks: Sequence[Sink],
-    goes_on: Checkpoint | LeftBehind | None,
     identity: Identity,
+    resume_from: Checkpoint | OrphanedRun | None,
 ) -> TrainingResult:
     """Train, with the run's display and its sinks, which are told how it ends, and closed."""
-    progress = ProgressDisplay(config, directory.path.name, console=console, failed_writes=directory.failed_writes)
+    progress = ProgressDisplay(run.config, directory.path.name, console=console, failed_writes=directory.failed_writes)
     directory.failed_writes.tell_to(progress.note)
-    lifecycle = RunLifecycle(config, flow, plan, directory, model_path, progress, identity, goes_on)
-    with contextlib.closing(progress), opened_sinks(config, directory, sinks) as all_sinks:
+    lifecycle = RunLifecycle(run, directory, progress, identity, resume_from)
+    with contextlib.closing(progress), opened_sinks(run.config, directory, sinks) as all_sinks:
         return lifecycle.run(all_sinks)
 
 
-def starting_model(config: RunConfig, directory: RunDirectory) -> str:
+def with_models(
+    run: ResolvedRun, directory: RunDirectory, resume_from: Checkpoint | OrphanedRun | None = None
+) -> ResolvedRun:
+    """The run with the models that training starts from: those of what it resumes from, or new ones, which are made
+    one run after the other."""
+    config = run.config
+    if resume_from is not None:
+        before = resume_from.state if isinstance(resume_from, OrphanedRun) else resume_from
+        model_path, paths = before.model_path, before.model_paths | config.model.paths
+    else:
+        model_path, paths = _starting_model(config, directory), dict(config.model.paths)
+        start = [f"model.path={model_path}", "evaluation.every_steps=0"]
+        for name, first in config.other_models.items():
+            if name not in paths:
+                paths[name] = _made_by(first, name, config, directory, start)
+    return replace(run, config=replace(config, model=replace(config.model, paths=paths)), model_path=model_path)
+
+
+def _starting_model(config: RunConfig, directory: RunDirectory) -> str:
     """The model that training starts from: the given one, the warm start's, or a fresh one."""
     if config.model.path is not None:
         return config.model.path
@@ -187,17 +217,6 @@ def starting_model(config: RunConfig, directory: RunDirectory) -> str:
     build_fresh_model(directory.initial_model, config.model.fresh, config.seed)
     sync(str(directory.initial_model))
     return str(directory.initial_model)
-
-
-def with_other_models(config: RunConfig, directory: RunDirectory, model_path: str) -> RunConfig:
-    """Make the models of `other_models`, one run after the other, from the model that this run starts from, and note
-    where they are."""
-    paths = dict(config.model.paths)
-    for name, first in config.other_models.items():
-        if name not in paths:
-            start = [f"model.path={model_path}", "evaluation.every_steps=0"]
-            paths[name] = _made_by(first, name, config, directory, start)
-    return replace(config, model=replace(config.model, paths=paths))
 
 
 def _made_by(
@@ -213,10 +232,7 @@ def _made_by(
     return str(run(load_config(overrides)).model)
 
 
-def _with_warm_start(plan: list[ActorPlan], config: RunConfig) -> list[ActorPlan]:
+def _largest_plan(run: ResolvedRun) -> list[ActorPlan]:
     """The plan that a local Ray must hold: the largest of all runs' plans, as they come one after the other."""
-    plans = [plan]
-    for start in first_runs(config):
-        first = load_config([f"recipe={start.recipe}", *start.overrides])
-        plans.append(plan_actors(dataflow_of(first), first))
+    plans = [run.plan, *(resolve_first(first).plan for first in run.first_runs)]
     return max(plans, key=lambda actors: (sum(a.num_gpus for a in actors), sum(a.num_cpus for a in actors)))

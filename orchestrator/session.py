@@ -23,23 +23,22 @@ from typing import Any
 
 import numpy as np
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, is_refusal
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, plan_actors
+from penstock.orchestrator.cluster.placement.actors import answers_are_needed
 from penstock.orchestrator.cluster.ray_calls import get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
-from penstock.orchestrator.configuration.completed import completed
+from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve
 from penstock.orchestrator.configuration.validate import check_run
+from penstock.orchestrator.control.members import catch_up_by_role
+from penstock.orchestrator.control.scaling import ScalableRole
 from penstock.orchestrator.loops.attempts import Attempts
 from penstock.orchestrator.loops.policy import Model, Policy, Prompt, waited_for
 from penstock.orchestrator.loops.sampling import SampleCalls
 from penstock.orchestrator.loops.saved_states import SavedStates
-from penstock.orchestrator.membership.members import catching_up
-from penstock.orchestrator.membership.scaling import ScalableRole
 from penstock.orchestrator.observability.reporting.sinks import Sink, log_to, opened_sinks
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -167,9 +166,8 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     Raises what `penstock.run` raises before it starts. `flow` (default: the configured algorithm's) says which actors
     there are.
     """
-    config = completed(config)
-    flow = dataflow_of(config, flow)
-    if not flow.of_kind("rollout"):
+    asked = resolve(config, flow)
+    if not asked.flow.of_kind("rollout"):
         raise ConfigError(f"algorithm={config.algorithm.name} samples nothing; a session needs a rollout stage.")
     if config.data.curriculum.by is not None:
         raise ConfigError(
@@ -181,13 +179,12 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
             f"trainer.replay.share={config.trainer.replay.share:g}: a session trains the rows that it is given. "
             "Leave it out, or use penstock.run."
         )
-    plan = plan_actors(flow, config)
-    check_run(config, flow, plan)
-    directory = RunDirectory.create(config)
+    check_run(asked)
+    directory = RunDirectory.create(asked.config)
     directory.failed_writes.tell_to(lambda text: print(text, file=sys.stderr))
     directory.mirror(config.tracking)
     try:
-        with _started(config, flow, plan, directory) as run:
+        with _started(asked, directory) as run:
             yield run
     except BaseException as error:
         if is_refusal(error) and directory.is_unused:
@@ -198,26 +195,26 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 
 
 @contextlib.contextmanager
-def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
+def _started(asked: ResolvedRun, directory: RunDirectory) -> Iterator[Session]:
     with contextlib.ExitStack() as stack:
-        started = stack.enter_context(started_fleet(config, flow, plan, directory))
+        fleet = stack.enter_context(started_fleet(asked, directory))
+        config, flow = fleet.config, fleet.flow
         sinks = stack.enter_context(opened_sinks(config, directory))
-        config, fleet = started.config, started.fleet
         calls = SampleCalls(lambda: fleet.role("rollout"), config.seed, config.rollout.generate_timeout_s)
         samples = stack.enter_context(contextlib.closing(calls))
         states = SavedStates(fleet, f"{directory.place}/{directory.states.name}", config.checkpoint.timeout_s)
         judged = {stage.name for stage in flow.of_kind("logprobs")[:1]}
-        reference = {actor.name for actor in plan if actor.role == "scorer" and actor.stage in judged}
+        reference = {actor.name for actor in asked.plan if actor.role == "scorer" and actor.stage in judged}
         ranks = [(name, handle) for name, handle in fleet.role("scorer") if name in reference]
         weights = WeightSync(fleet, config)
-        catch_up = catching_up(config, weights)
+        catch_up = catch_up_by_role(config, weights)
         yield Session(
             config,
             directory.path,
             Policy(fleet, config, weights, samples, states),
             PromptStream(
                 open_source(
-                    config, started.model_path, rows_are=flow.rows_are, needs_answer=answers_are_needed(flow, config)
+                    config, fleet.model_path, rows_are=flow.rows_are, needs_answer=answers_are_needed(flow, config)
                 )
             ),
             Reward(fleet, config),

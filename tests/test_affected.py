@@ -22,7 +22,7 @@ def test_a_file_and_its_module_have_each_others_name():
 def test_tests_that_import_a_module_are_affected_and_others_are_not(affected):
     found = affected(LEDGER)
     assert "tests/store/ledger/test_staleness.py" in found
-    assert "tests/orchestrator/membership/test_supervisor.py" in found  # through the scripted store
+    assert "tests/orchestrator/recovery/test_supervisor.py" in found  # through the scripted store
     assert not [path for path in found if path.startswith(("tests/algorithms/losses/", "tests/conf/"))]
 
 

@@ -33,10 +33,10 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.owners import RunOwner
 from penstock.orchestrator.control.controller import Controller, TrainingResult
-from penstock.orchestrator.membership.handover import Handover, RunState, identity_of, pack
-from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import JsonLines, TensorBoard
+from penstock.orchestrator.recovery.takeover import Handover, RunState, identity_of, pack
+from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.service.store_server import Endpoint
 
@@ -120,7 +120,7 @@ async def run_here(scale: Scale, output_dir: str, store: Endpoint, members: str,
         assert outcome.num_steps == scale.num_steps
     finally:
         caller.close()
-        fleet.owner.let_go()
+        fleet.owner.detach()
         directory.close()
     return readings
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: taken while it goes on, kept or removed, resumed from, exported."""
+"""Checkpoints of a run: taken while it continues, kept or removed, exported."""

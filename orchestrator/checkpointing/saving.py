@@ -23,10 +23,8 @@ from typing import Any
 from penstock.conf.errors import CheckpointError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, as_told, with_models
-from penstock.orchestrator.cluster.failures import cause_of
-from penstock.orchestrator.cluster.ray_calls import answer, answers, is_recoverable
-from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.store_recovery import GRACE_S
+from penstock.orchestrator.cluster.ray_calls import GRACE_S, answer, answers, cause_of, is_recoverable
+from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.run_directory.json_lines import plain
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

@@ -237,7 +237,7 @@ class Owner(Protocol):
         """End what the owner has made: it is not needed any more."""
         ...
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Give the owner up: another process has taken it."""
         ...
 
@@ -269,12 +269,12 @@ class ThisProcess:
     def close(self) -> None:
         """Do nothing: actors are ended one by one."""
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Do nothing: no other process can take the actors."""
 
 
 class RunOwner:
-    """This process's side of an `Owner`. Until `close` or `let_go` a thread renews its lease, whatever else this
+    """This process's side of an `Owner`. Until `close` or `detach` a thread renews its lease, whatever else this
     process does.
 
     Lifecycle: `start` one, or `take` that of a command that has died; then `keep` and `note`; `leave`, `close`.
@@ -377,7 +377,7 @@ class RunOwner:
             with contextlib.suppress(RayError):
                 ray.kill(self._handle)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Leave everything as it is: another process drives the run."""
         self._stopped.set()
 

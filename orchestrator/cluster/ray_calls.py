@@ -44,6 +44,8 @@ START = "start"
 """Phase in which processes start, for which Ray may have to make a runtime environment first."""
 PRESENT_S = 15.0
 """Seconds within which a living actor answers."""
+GRACE_S = 10.0
+"""Extra seconds for an actor that has the same deadline, ends its work then and says why."""
 CAUSE_GRACE_S = 3.0
 """Seconds that a consequence waits for its cause: Ray tells of a death within a second on a machine that is not
 overloaded."""

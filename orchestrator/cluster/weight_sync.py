@@ -22,15 +22,14 @@ from typing import Any, cast
 
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, WorkerDied
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import STREAMS, SYNC_PHASES, choose_transport
+from penstock.conf.weights import STREAMS, SYNC_PHASES, choose_transport, replaces_members
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.member_table import LOOK_S
 from penstock.orchestrator.cluster.node_agents import RelayNodes
 from penstock.orchestrator.cluster.ray_calls import Handles, Kind, answers, failed, kind_of, outcomes, translate
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
-from penstock.workers.weights.streaming.engine_calls import ActorEngines
-from penstock.workers.weights.transport import Delivery
+from penstock.workers.weights.engine_calls import ActorEngines, Delivery
 
 SOURCE_CHECK_S = 0.2
 """Seconds between two checks that the nodes a version comes from are alive."""
@@ -111,7 +110,7 @@ class WeightRelays:
         self._reached = self._nodes.agents_of(self._receivers if self._crosses_nodes else self._used)
 
     @property
-    def is_cut_off(self) -> bool:
+    def is_unreachable(self) -> bool:
         """True if the newest version cannot be brought to where it is not yet: a node that it comes from has left, or
         the ranks that are there now have another plan."""
         return self._is_outdated or bool(self.lost_sources)
@@ -256,8 +255,10 @@ class WeightSync:
         self._transport = choose_transport(config) if self.has_engines else "shm"
         self._streams = self._transport in STREAMS
         self._timeout_s = config.weights.phase_timeout_s
-        self.goes_on_beside = self.has_engines and not self._streams
+        self.publishes_beside = self.has_engines and not self._streams
         """True if weights may change, and ranks compute, between `begin` and `finish`."""
+        self.can_reconnect = replaces_members(config) or not self.has_engines
+        """True if new ranks can take the place of lost ones. Streams connect ranks and engines at the start alone."""
         self._relays: WeightRelays | None = None
         self._newest: Delivery | None = None
         """The delivery that engines load, or have loaded, last."""
@@ -279,16 +280,16 @@ class WeightSync:
         name, first = self._trainers[0]
         (address,) = await answers([(name, first.free_address.remote())], phase="connect", timeout_s=self._timeout_s)
         engines = ActorEngines(self._engines, self._config.rollout.tensor_parallel_size)
-        arguments = self._transport, engines, address, str(self._root), self._config.weights
+        arguments = self._transport, engines, address, self._config.weights
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
 
     @property
-    def is_cut_off(self) -> bool:
+    def is_unreachable(self) -> bool:
         """True if the newest version cannot be brought to where it is not yet, unless it is published again."""
-        return self._relays is not None and self._relays.is_cut_off
+        return self._relays is not None and self._relays.is_unreachable
 
     @property
-    def has_lost_a_source(self) -> bool:
+    def has_lost_source(self) -> bool:
         """True if a node that the newest version comes from has left."""
         return self._relays is not None and bool(self._relays.lost_sources)
 

@@ -1,1 +1,1 @@
-"""The process that drives a run: its controller, the versions it publishes, evaluation, what it observes."""
+"""The process that drives a run: its controller, steps, members that join and leave, evaluation, what it observes."""

@@ -73,10 +73,10 @@ class HeldOut:
         """Read the problems of evaluation itself, or of one of its `sets`, at most `num_problems`. `needs_answer`: the
         reward needs their answers. Raises `DataError` if they cannot be read."""
         options = {} if name is None else config.environment_changes(name)
-        config = config if name is None else config.with_set(name)
-        rows_are = "tasks" if config.environment.name is not None else "prompts"
-        source = open_source(config, model_path, held_out=True, rows_are=rows_are, needs_answer=needs_answer)
-        groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
+        own = config if name is None else config.with_set(name)
+        rows_are = "tasks" if own.environment.name is not None else "prompts"
+        source = open_source(own, model_path, held_out=True, rows_are=rows_are, needs_answer=needs_answer)
+        groups = source.next_groups(min(own.evaluation.num_problems, len(source.dataset)))
         prompts = [list(group["prompt_ids"]) for group in groups if "prompt_ids" in group]
         pictures = list(map(PromptPictures.of, groups)) if config.rollout.max_pictures else []
         return cls(prompts, [str(group["task"]) for group in groups], pictures, options)

@@ -15,11 +15,6 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.ray_calls import answer
-from penstock.orchestrator.control.versions import Versions
-from penstock.orchestrator.membership.liveness import Watch
-from penstock.orchestrator.membership.restarts import Restarts
-from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.store_recovery import StoreRecovery
 from penstock.orchestrator.observability.actor_logs import Logs
 from penstock.orchestrator.observability.charts.known_curves import KnownCurves
 from penstock.orchestrator.observability.diagnosis import Diagnosis, Stalls
@@ -29,6 +24,9 @@ from penstock.orchestrator.observability.reporting.sinks import Sink
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S, StepLog
 from penstock.orchestrator.observability.state_log import StateLog, awaited, stages_of
 from penstock.orchestrator.observability.step_trace import StepTrace
+from penstock.orchestrator.recovery.liveness import Watch
+from penstock.orchestrator.recovery.restart import Recovery
+from penstock.orchestrator.run_context import RunContext
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 
@@ -40,26 +38,28 @@ class Observer:
     def __init__(
         self,
         context: RunContext,
-        restarts: Restarts,
-        stores: StoreRecovery,
+        recovery: Recovery,
         watch: Watch,
-        versions: Versions,
+        weights_state: Callable[[], dict[str, Any]],
         counters: Callable[[], Mapping[str, float]],
         sinks: list[Sink],
     ) -> None:
-        """`counters`: returns the cumulative counters of the controller's own parts."""
+        """`weights_state`: returns which versions are loaded and served. `counters`: returns the cumulative counters
+        of the controller's own parts."""
         config, flow, fleet, store = context.config, context.flow, context.fleet, context.store
         directory, progress = context.directory, context.progress
-        self._fleet, self._store, self._stores = fleet, store, stores
+        self._fleet, self._store, self._recovery = fleet, store, recovery
         self._directory, self._progress = directory, progress
-        self._log = StepLog(fleet, flow, lambda: stores.with_store(store.stats), directory, progress, sinks, counters)
+        self._log = StepLog(
+            fleet, flow, lambda: recovery.store.retry(store.stats), directory, progress, sinks, counters
+        )
         self._samples = SampleLog(config, flow, directory, self._last_batch, lambda: fleet.role("trainer"))
         self._trace = StepTrace(
             directory, lambda: self._asked(store.work(), "work"), self._names,
             lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
         )  # fmt: skip
         self._state = StateLog(
-            fleet, flow, store.describe, versions.state, lambda: restarts.step, watch.heard, directory
+            fleet, flow, store.describe, weights_state, lambda: recovery.restarts.step, watch.heard, directory
         )
         self._logs, self._links = Logs(fleet, directory), Links(fleet, directory, progress)
         known = KnownCurves.of_config(directory.read_config())
@@ -154,7 +154,7 @@ class Observer:
         return found
 
     async def _last_batch(self, columns: list[str]) -> Rows:
-        return await self._stores.with_store(lambda: self._store.last_batch(columns))
+        return await self._recovery.store.retry(lambda: self._store.last_batch(columns))
 
     def _names(self, role: str) -> list[str]:
         return [name for name, _ in self._fleet.role(role)]

@@ -15,7 +15,8 @@ from typing import Any, TypeVar, Unpack, overload
 import numpy as np
 import pyarrow as pa
 
-from penstock.algorithms.graph.columns import PROMPT_PICTURES
+from penstock.algorithms.graph.columns import PROMPT_PICTURES, STANDARD_COLUMNS, Column
+from penstock.algorithms.graph.loss import aggregated, check_loss
 from penstock.algorithms.graph.stage import GROUP_IDS
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
@@ -128,7 +129,8 @@ class Policy(Model, LoopPolicy):
 
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
         """Make one policy update on the rows: `forward_backward` and `optim_step`, once for each of
-        `trainer.num_minibatches`. `loss` reads columns by the names of its parameters. Returns the batch's metrics.
+        `trainer.num_minibatches`. `loss`: as of `Dataflow.train`; values of tokens are aggregated by
+        `algorithm.aggregation`, or to their mean where the algorithm has no such key. Returns the batch's metrics.
         Rows of which it would read a number that is not finite, such as the advantage of a failed reward, are left out
         and counted as `dropped/not_finite`. Raises `DataError` where none is left."""
         metrics = self._of_batch("update", rows, loss)
@@ -181,6 +183,8 @@ class Policy(Model, LoopPolicy):
         return put_together(shares, self._all("forward_data", arguments, self._config.trainer.step_timeout_s))
 
     def _of_batch(self, method: str, rows: Rows, loss: Loss) -> dict[str, float]:
+        loss = aggregated(loss, getattr(self._config.algorithm, "aggregation", "token_mean"))
+        check_loss(loss, _declared(rows))
         kept = finite_rows(rows, inspect.signature(loss).parameters)
         left_out = {NOT_FINITE: float(len(rows) - len(kept))} if len(kept) < len(rows) else {}
         rows = kept
@@ -233,6 +237,18 @@ class Policy(Model, LoopPolicy):
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""
         waited_for(export_model(self._fleet, str(Path(directory).expanduser().resolve())))
+
+
+def _declared(rows: Rows) -> dict[str, Column]:
+    """The columns as a dataflow would declare them."""
+    found = {}
+    for one in rows.table().schema:
+        is_list = pa.types.is_list(one.type)
+        kind = one.type.value_type if is_list else one.type
+        kinds = {"float32": pa.types.is_floating, "bool": pa.types.is_boolean, "int64": pa.types.is_integer}
+        dtype = next((name for name, fits in kinds.items() if fits(kind)), "string")
+        found[one.name] = STANDARD_COLUMNS.get(one.name) or Column(one.name, dtype, "token" if is_list else "sample")
+    return found
 
 
 def finite_rows(rows: Rows, names: Iterable[str]) -> Rows:

@@ -14,15 +14,13 @@ from dataclasses import asdict
 
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint, DataError, PenstockError
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import answers
+from penstock.orchestrator.cluster.ray_calls import GRACE_S, answers
 from penstock.orchestrator.loops.verbs import check_name
 from penstock.orchestrator.run_directory.checkpoint import trainer_directory
 from penstock.workers.machine.files import SavedFile, absolute, exists, read_text, remove, sync, write_text
 
 MANIFEST = "state.json"
 FORMAT = 1
-GRACE_S = 10.0
-"""Extra seconds for a rank, which has the same deadline and says more when it is missed."""
 
 
 class SavedStates:

@@ -25,7 +25,7 @@ from penstock.workers.calls.sample_calls import SampleOutput
 from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
 from penstock.workers.protocols import Sampling
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class SampleOptions(TypedDict, total=False):
@@ -94,7 +94,7 @@ def loss_call(loss: str | LossCall) -> LossCall:
 
 def check_name(name: str) -> str:
     """The name of something to be saved. Raises `DataError` for one that is no plain word."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise DataError(f"{name[:60]!r} must be a name of letters, digits, dots, dashes and underscores.")
     return name
 

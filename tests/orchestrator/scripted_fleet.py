@@ -25,10 +25,10 @@ from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller
-from penstock.orchestrator.membership.run_context import RunContext
-from penstock.orchestrator.membership.takeover import TakeoverPoint
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import JsonLines, Sink
+from penstock.orchestrator.recovery.takeover import TakeoverPoint
+from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.lease import SharedLease

@@ -6,7 +6,7 @@ Questions that pass through a node's agent, to the controller of a run and from 
     caller ─ ask ─▶ Mailbox ◀─ take, answer ─ controller         controller ─▶ NodeActors.ask ─▶ actors of the node
 
 The controller is no actor and cannot be called: questions to it wait in the agent of the driver's node until it takes
-them, and the caller waits for its answer; `orchestrator/membership/` has both ends. It asks the actors of a node
+them, and the caller waits for its answer; `orchestrator/control/scaling.py` has both ends. It asks the actors of a node
 through the agent there, which gives one answer for all of them. Actors that are not in the answer it asks itself
 (`orchestrator/cluster/fleet/fleet.py`).
 
@@ -211,7 +211,7 @@ class NodeAgent:
     def __init__(
         self, root: str, token: bytes, ports: list[int] | None, files_dir: str | None, spill_dir: str | None
     ) -> None:
-        """`ports`, `files_dir`: from `conf/cluster.py`; `spill_dir`: from `conf/store.py`."""
+        """`ports`, `files_dir`: from `conf/cluster.py`; `spill_dir`: from `conf/run.py`."""
         raise_limit()
         node = ray.get_runtime_context().get_node_id()
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)

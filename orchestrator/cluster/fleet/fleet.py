@@ -296,9 +296,9 @@ class Fleet(MemberTable):
         self.cores: dict[str, int] = {}
         """Number of cores that processes may use, by node."""
         self.trials: dict[SharedNode, Trial] = dict(trials or {})
-        """Trials of numbers of threads: those of `trials.py` are added."""
+        """Trials of numbers of threads: those of `try_threads` are added."""
         self.takes_turns = False
-        """True while engines and ranks of one machine's CPUs take turns (`control/pace.py`)."""
+        """True while engines and ranks of one machine's CPUs take turns (`control/turns.py`)."""
         self.store_process: StoreProcess | None = None
         self.roll_call = RollCall(lambda: self.actors, agents, self.node_of)
 
@@ -550,9 +550,9 @@ class Fleet(MemberTable):
         self.owner.close()
         self.clear()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Give the fleet up: another process drives it now."""
-        self.owner.let_go()
+        self.owner.detach()
         self.clear()
 
     def _make(self, name: str) -> Any:

@@ -1,9 +1,9 @@
 """Numbers of CPU threads of engines and ranks, from the cores of the node that each is on.
 
 max_staleness=0     they take turns: each side divides all cores among its own kind
-otherwise           they run at the same time: as `best` finds by what `fleet/trials.py` has measured there;
+otherwise           they run at the same time: as `best` finds by what `try_threads` has measured there;
                     before that, and where nothing is measured, an even share each
-turns chosen        (`control/pace.py`) the numbers with which each side was fastest alone
+turns chosen        (`control/turns.py`) the numbers with which each side was fastest alone
 
 What was found and measured is kept in `threads.json` in the run's directory, for a process that goes on with the run:
 

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.conf.errors import CheckpointError
 from penstock.orchestrator.checkpointing.checkpoints import as_here, as_told, with_local_models
-from penstock.orchestrator.checkpointing.resuming import check_fits
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recovery.resume import check_fits
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.mirror import MirrorRecord
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

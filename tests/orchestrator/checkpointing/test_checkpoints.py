@@ -8,8 +8,8 @@ import pytest
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunInUse
 from penstock.conf.faults import CheckpointConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
-from penstock.orchestrator.checkpointing.resuming import finished_run, open_run, rewind
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recovery.resume import finished_run, open_run, rewind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.machine.files import SavedFile, saved_file

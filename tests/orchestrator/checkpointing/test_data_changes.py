@@ -9,8 +9,8 @@ import pytest
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.faults import CheckpointConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
-from penstock.orchestrator.checkpointing.resuming import open_run, rewind
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recovery.resume import open_run, rewind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.machine.files import saved_file

@@ -19,7 +19,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.loops.saved_states import SavedStates
-from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.store_client import StoreClient

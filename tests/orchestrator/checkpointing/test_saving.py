@@ -17,7 +17,7 @@ from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.control import process
-from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.run_context import RunContext
 from penstock.workers.machine.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
 from tests.fakes.actors import FakeHandle
@@ -212,7 +212,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing import checkpoints
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
-from penstock.orchestrator.membership.run_context import RunContext
+from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.control import process
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.trainer.checkpointing.shard_files import check_files

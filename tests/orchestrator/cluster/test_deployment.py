@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.cli.main import COMMANDS, make_parser
+from penstock.cli.main import make_parser
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 
@@ -82,7 +82,7 @@ def config_of(command: str) -> RunConfig:
     """Configuration of a `penstock run` in a script."""
     words = shlex.split(command.replace('"$@" &', "name=first"), comments=True)
     assert words.pop(0) == "penstock"
-    return load_config(make_parser(COMMANDS).parse_args(words).overrides)
+    return load_config(make_parser().parse_args(words).overrides)
 
 
 def line_of(script: str, start: str) -> str:

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from penstock.conf.errors import DeadlineExceeded, TakenOver
 from penstock.orchestrator.cluster import owners
 from penstock.orchestrator.cluster.owners import RunOwner, ThisProcess
-from penstock.orchestrator.membership.takeover import find
+from penstock.orchestrator.recovery.takeover import find_orphan
 
 pytestmark = pytest.mark.real
 
@@ -121,7 +121,7 @@ def test_all_of_it_ends_when_nobody_is_heard_of_for_the_lease(namespace: str) ->
     asyncio.run(owner.keep(b"the run"))
     time.sleep(2.0)
     assert is_there(namespace, "Alone")  # the lease is renewed, whatever this process does
-    owner.let_go()
+    owner.detach()
     wait_until_gone(namespace, "Alone", "Owner")
     assert RunOwner.take(namespace, 60.0) is None
 
@@ -156,7 +156,7 @@ def test_one_that_does_not_answer_ends_too_and_takes_no_place_of_the_next_fleet(
     (tmp_path / "cluster.json").write_text(json.dumps(connection))
     told: list[str] = []
     directory = SimpleNamespace(cluster_file=tmp_path / "cluster.json", path=tmp_path / "words")
-    assert find(cast(Any, directory), cast(Any, None), 60.0, told.append) is None
+    assert find_orphan(cast(Any, directory), cast(Any, None), 60.0, told.append) is None
     assert "words: its actors are there, but their owner does not answer" in told[0]
     with pytest.raises(RayError):
         ray.get(hanging.take.remote(), timeout=900)

@@ -19,10 +19,10 @@ from penstock.orchestrator.cluster.node_agents import StateNodes
 from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller, TrainingResult
-from penstock.orchestrator.membership.run_context import RunContext
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import JsonLines
 from penstock.orchestrator.observability.state_log import StateLog
+from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.signals import Interrupt
 from penstock.workers.prompts.source import PromptStart

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.checkpointing.resuming import open_run
 from penstock.orchestrator.control.controller import TrainingResult
+from penstock.orchestrator.recovery.resume import open_run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of

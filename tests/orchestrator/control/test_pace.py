@@ -9,7 +9,7 @@ import pytest
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Threads, Trial
-from penstock.orchestrator.control.controller import RESTS, TRIED, CpuTurns, Pace
+from penstock.orchestrator.control.turns import RESTS, TRIED, CpuTurns, Pace
 from penstock.store.ledger.admission import Credits
 from tests.fakes.actors import FakeHandle
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.orchestrator.cluster.owners import ThisProcess
-from penstock.orchestrator.membership.takeover import TakeoverPoint, take_up
+from penstock.orchestrator.recovery.takeover import TakeoverPoint, settle_ranks
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport
@@ -88,7 +88,7 @@ class Run:
     async def taken_up(self) -> TakeoverPoint:
         fleet: Any = self.fleet
         noted = self.owner.noted
-        return TakeoverPoint.of(await take_up(fleet, noted), noted, self.directory.read_metrics())
+        return TakeoverPoint.of(await settle_ranks(fleet, noted), noted, self.directory.read_metrics())
 
     def check(self) -> None:
         """Every step counts once, and after the version before it."""

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.resuming import open_run
+from penstock.orchestrator.recovery.resume import open_run
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
 from tests.virtual_time import run_virtually

@@ -7,7 +7,7 @@ import pytest
 from penstock.conf.errors import ConfigError, DeadlineExceeded, WeightError, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control.colocation import DeviceTurns
+from penstock.orchestrator.control.turns import DeviceTurns
 from tests.fakes.actors import Call
 from tests.orchestrator.noting_actors import NotingActors
 

@@ -11,10 +11,9 @@ import pytest
 from penstock.conf.errors import WeightError, WorkerDied
 from penstock.conf.faults import FaultsConfig
 from penstock.orchestrator.cluster.owners import ThisProcess
-from penstock.orchestrator.control.versions import Versions
-from penstock.orchestrator.membership.recoveries import Recoveries
-from penstock.orchestrator.membership.restarts import Restarts
-from penstock.orchestrator.membership.trainer_recovery import TrainerRecovery
+from penstock.orchestrator.control.step_loop import StepLoop
+from penstock.orchestrator.recovery.decisions import RunFaults
+from penstock.orchestrator.recovery.restart import Recovery, Restarts
 from penstock.orchestrator.run_directory.timeline import Timeline
 from penstock.workers.protocols import Publication
 
@@ -30,33 +29,37 @@ class Bed:
     new ranks have."""
 
     incarnation = 0
-    goes_on_beside = True
+    publishes_beside = can_reconnect = True
+    journal = SimpleNamespace(last=0)
 
     def __init__(self, trained: int, *, beside: bool = False) -> None:
         self.said: list[str] = []
-        self.is_cut_off, self._trained = False, trained
+        self.is_unreachable, self._trained = False, trained
         self.loaded: dict[str, float] = {}
         self.loads: list[Callable[[Publication], Any]] = []
         """What loading comes to, call by call; afterwards it works."""
-        config: Any = SimpleNamespace(faults=FaultsConfig(), trainer=SimpleNamespace(collective_timeout_s=60.0))
+        trainer = SimpleNamespace(collective_timeout_s=60.0)
+        config: Any = SimpleNamespace(
+            faults=FaultsConfig(), trainer=trainer, max_staleness=int(beside), keeps_beside=False
+        )
         fleet = SimpleNamespace(
             role=lambda role: [("Trainer-0", None)], kill=lambda names: None, resumed=None, owner=ThisProcess()
         )
-        context: Any = SimpleNamespace(config=config, fleet=fleet, directory=None, progress=None)
-        restarts = Restarts(context.directory, print, Recoveries(config.faults))
-        everyone: Any = self
         self.timeline = Timeline()
-        self.ranks = TrainerRecovery(context, restarts, everyone, everyone, everyone, nothing)
-        self.versions = Versions(everyone, self.ranks, everyone, everyone, self.timeline, 0, beside)
+        directory: Any = SimpleNamespace(timeline=self.timeline)
+        context: Any = SimpleNamespace(config=config, fleet=fleet, directory=directory, progress=None)
+        everyone: Any = self
+        recovery = Recovery(Restarts(directory, print, RunFaults(config.faults)), everyone, everyone)
+        self.loop = StepLoop(context, recovery, everyone, everyone, everyone, everyone)
 
     @property
-    def has_lost_a_source(self) -> bool:
-        return self.is_cut_off
+    def has_lost_source(self) -> bool:
+        return self.is_unreachable
 
     async def begin(self, version: int) -> None:
         self.said.append(f"publish {version}")
         await asyncio.sleep(0.01)
-        self.is_cut_off = False
+        self.is_unreachable = False
 
     async def finish(self, version: int) -> Publication:
         await asyncio.sleep(0.01)
@@ -72,47 +75,47 @@ class Bed:
         self.said.append("replace")
         await asyncio.sleep(0.01)
 
-    async def recovered(self, failure: Exception, incarnation: int) -> bool:
+    async def restarted(self, failure: Exception, incarnation: int) -> bool:
         return False
 
-    async def settled(self) -> int:
+    async def settle(self) -> int:
         return self._trained
 
     async def are_there(self, step: int) -> bool:
         return True
 
-    generation = copy = served = nothing
+    generation = copy = served = connect = nothing
 
     def lose_ranks(self) -> Awaitable[None]:
-        return self.ranks.recovered(DEATH, self.ranks.incarnation)
+        return self.loop.recover(DEATH, self.loop.incarnation)
 
 
 async def published(bed: Bed) -> Publication:
-    await bed.versions.publish(1)
-    delivery: Any = await bed.versions.seal()
+    await bed.loop.publish(1)
+    delivery: Any = await bed.loop.seal()
     return delivery  # type: ignore[no-any-return]
 
 
 def failing(bed: Bed, error: Exception) -> Callable[[Publication], Any]:
     async def fail(_: Publication) -> None:
-        bed.is_cut_off = True
+        bed.is_unreachable = True
         raise error
 
     return fail
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_the_timeline_tells_what_a_step_waits_for_from_what_goes_on_beside_it(*, beside: bool) -> None:
+def test_the_timeline_tells_what_a_step_waits_for_from_what_publishes_beside_it(*, beside: bool) -> None:
     bed = Bed(1, beside=beside)
 
     async def body() -> None:
-        await bed.versions.publish(1)
-        waiting = asyncio.ensure_future(bed.versions.sealed(2))
+        await bed.loop.publish(1)
+        waiting = asyncio.ensure_future(bed.loop.wait_for_seal(2))
         await asyncio.sleep(0)
         assert waiting.done() is not beside
-        await bed.versions.seal()
+        await bed.loop.seal()
         await waiting
-        await bed.versions.sealed(2)
+        await bed.loop.wait_for_seal(2)
 
     asyncio.run(body())
     spans = [(span.lane, span.name, span.details["version"]) for span in bed.timeline.take()]
@@ -127,9 +130,9 @@ def test_ranks_that_come_before_a_version_is_sealed_publish_it_again(trained: in
     bed = Bed(trained, beside=True)
 
     async def body() -> None:
-        await bed.versions.publish(1)
+        await bed.loop.publish(1)
         await bed.lose_ranks()
-        assert (await bed.versions.seal()).version == 1
+        assert (await bed.loop.seal()).version == 1
 
     if trained == 1:
         asyncio.run(body())
@@ -145,7 +148,7 @@ def test_a_version_that_was_lost_on_its_way_is_published_again_and_loaded() -> N
 
     async def body() -> None:
         delivery = await published(bed)
-        await bed.versions.load(delivery)
+        await bed.loop.load(delivery)
 
     asyncio.run(body())
     assert bed.said == ["publish 1", "load 1", "replace", "publish 1", "load 1"]
@@ -157,7 +160,7 @@ def test_ranks_that_have_made_another_step_since_cannot_publish_it() -> None:
 
     async def body() -> None:
         delivery = await published(bed)
-        await bed.versions.load(delivery)
+        await bed.loop.load(delivery)
 
     with pytest.raises(WorkerDied, match="node of a rank"):
         asyncio.run(body())
@@ -170,7 +173,7 @@ def test_what_others_give_up_to_publish_it_again_is_waited_for() -> None:
     under_way = asyncio.Event()
 
     async def given_up(_: Publication) -> None:
-        bed.is_cut_off = True
+        bed.is_unreachable = True
         under_way.set()
         while bed.said[-1] != "publish 1" or bed.said.count("publish 1") < 2:
             await asyncio.sleep(0)
@@ -179,7 +182,7 @@ def test_what_others_give_up_to_publish_it_again_is_waited_for() -> None:
     async def body() -> None:
         delivery = await published(bed)
         bed.loads = [given_up]
-        loading = asyncio.ensure_future(bed.versions.load(delivery))
+        loading = asyncio.ensure_future(bed.loop.load(delivery))
         await under_way.wait()
         await bed.lose_ranks()
         await loading
@@ -194,9 +197,9 @@ def test_a_version_is_published_again_for_new_engines_unless_the_next_is_near(tr
 
     async def body() -> None:
         delivery = await published(bed)
-        await bed.versions.load(delivery)
-        await bed.versions.tell(1)
-        bed.is_cut_off = True
+        await bed.loop.load(delivery)
+        await bed.loop.serve(1)
+        bed.is_unreachable = True
         await asyncio.gather(bed.lose_ranks(), bed.lose_ranks())  # two have noticed it
 
     asyncio.run(body())
@@ -209,8 +212,8 @@ def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> No
 
     async def body() -> None:
         delivery = await published(bed)
-        await bed.versions.load(delivery)
-        await bed.versions.tell(1)
+        await bed.loop.load(delivery)
+        await bed.loop.serve(1)
         failures = [WorkerDied("another node is gone")]
 
         async def begin(version: int) -> None:
@@ -218,7 +221,7 @@ def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> No
                 raise failures.pop()
             await publishing(version)
 
-        bed.begin, bed.is_cut_off = begin, True  # type: ignore[method-assign]
+        bed.begin, bed.is_unreachable = begin, True  # type: ignore[method-assign]
         await bed.lose_ranks()
 
     asyncio.run(body())
@@ -229,12 +232,12 @@ def test_whoever_notices_a_loss_may_end_and_the_ranks_come_back_all_the_same() -
     bed = Bed(trained=1)
 
     async def body() -> None:
-        noticed, incarnation = asyncio.ensure_future(bed.lose_ranks()), bed.ranks.incarnation
+        noticed, incarnation = asyncio.ensure_future(bed.lose_ranks()), bed.loop.incarnation
         await asyncio.sleep(0)
         noticed.cancel()
         await asyncio.wait([noticed])
-        await bed.ranks.recovered(DEATH, incarnation)
-        assert bed.ranks.incarnation.ranks == 1
+        await bed.loop.recover(DEATH, incarnation)
+        assert bed.loop.incarnation.ranks == 1
 
     asyncio.run(body())
     assert bed.said == ["replace"]
@@ -246,7 +249,7 @@ def test_an_error_of_an_engine_is_raised() -> None:
 
     async def body() -> None:
         delivery = await published(bed)
-        await bed.versions.load(delivery)
+        await bed.loop.load(delivery)
 
     with pytest.raises(WeightError, match="bad checksum"):
         asyncio.run(body())

@@ -21,6 +21,7 @@ from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, free_no
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import with_memory
+from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.orchestrator.cluster.placement.clusters import planned
@@ -52,7 +53,7 @@ def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list
     words = ["rollout.engine=hf", "rollout.num_workers=2", "reward.num_workers=2", "algorithm.kl_coef=0.1"]
     config = load_config([*small_run, *words, "cluster.labels.reward={zone: a}", f"output_dir={tmp_path}"])
     flow = build_dataflow(config.algorithm)
-    plan = with_memory(config, flow, plan_actors(flow, config), cluster_nodes())
+    plan = with_memory(ResolvedRun(config, flow, plan_actors(flow, config)), cluster_nodes())
     expected = assign(plan, cluster_nodes(), config)
     assert len(expected.nodes) == 3
     agents = NodeAgents("placed", "placed", config.cluster)

@@ -1,0 +1,222 @@
+"""Turns on devices that engines and trainers share (`placement=colocated`).
+
+    generation:  ranks have made room, engines are awake and load the newest version ─▶ the store has a batch
+    training:    engines sleep, scorers have made room, ranks are back ─▶ update, publication
+
+Who takes the place of a lost one starts when it is its turn: an engine when the ranks have made room, ranks while the
+engines sleep. An engine that is lost in its turn is started in it, and one that is lost asleep in the next. Ranks that
+are lost while engines generate are missed when they are to come back, and a step that is taken again begins with a
+turn of the engines: a new store may lack some of its samples.
+
+Engines keep no weights while they sleep: after `generation` they sample once they have loaded a version. The step that
+is taken again has them load the one that they had.
+
+A scorer comes back by itself when it has rows to compute, which is while engines generate.
+
+Rank i and engine i have one GPU: `placement/reservation.py`. With devices of their own, all are there all the time, and
+none waits for a turn.
+"""
+
+import asyncio
+import contextlib
+import statistics
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.placement.threads import are_tried
+from penstock.orchestrator.cluster.ray_calls import (
+    answer,
+    answers,
+    failed,
+    outcomes,
+)
+from penstock.store.client.store_client import StoreClient
+
+ENGINES, RANKS, SCORERS = "rollout", "trainer", "scorer"
+"""Roles that take turns, and the one that makes room for ranks."""
+
+
+class DeviceTurns:
+    """Lifecycle: `generation` before the first batch is waited for, then `training` and `generation` in turn; `of`
+    around the start of who takes a lost one's place."""
+
+    def __init__(
+        self, fleet: Fleet, store: StoreClient, config: RunConfig, reload: Callable[[], Awaitable[object]]
+    ) -> None:
+        """`reload`: has engines load the version again that they have loaded last, if any."""
+        self._fleet, self._store, self._config, self._reload = fleet, store, config, reload
+        self._takes_turns = config.placement == "colocated" and bool(fleet.role(ENGINES))
+        self._turn = ""
+        """The role that has the devices; empty at the start, when both have them."""
+        self._num_starting = 0
+        """Number of engines that start in this turn."""
+        self._changed = asyncio.Condition()
+
+    async def training(self, step: int) -> None:
+        """Wait for a batch, then give the devices to the ranks. Raises `DeadlineExceeded`, `WorkerDied`."""
+        if not self._takes_turns:
+            return
+        if self._turn != ENGINES:
+            await self.generation()
+            await self._reload()
+        phase, timeout_s = f"step {step}, waiting for its batch", self._config.trainer.step_timeout_s
+        await answer(self._store.batch_ready(), name="Store", phase=phase, timeout_s=timeout_s)
+        await self._have_engines_sleep()
+        calls: list[tuple[str, Any]] = [(name, handle.take_device.remote()) for name, handle in self._fleet.role(RANKS)]
+        await answers(calls, phase="trainer: take device", timeout_s=self._config.weights.phase_timeout_s)
+
+    async def generation(self) -> None:
+        """Give the devices to the engines, unless they have them. A rank that fails to make room is ended, and missed
+        when it is to come back. Raises errors that would come again."""
+        if not self._takes_turns or self._turn == ENGINES:
+            return
+        self._fleet.kill(await self._failing(RANKS, "leave_device"))
+        async with self._changed:
+            self._turn = ENGINES
+            self._changed.notify_all()
+        self._fleet.remove(await self._failing(ENGINES, "wake"))
+
+    @contextlib.asynccontextmanager
+    async def of(self, role: str) -> AsyncIterator[None]:
+        """Hold the turn in which an actor of a role can start: for an engine it is waited for, ranks get it at once."""
+        if not self._takes_turns or role not in (ENGINES, RANKS):
+            yield
+        elif role == RANKS:
+            await self._have_engines_sleep()
+            yield
+        else:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._turn == ENGINES)
+                self._num_starting += 1
+            try:
+                yield
+            finally:
+                self._num_starting -= 1
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def _have_engines_sleep(self) -> None:
+        """Have engines and scorers leave the devices, once no engine starts. One that fails is ended: the supervisor
+        makes another."""
+        if self._turn == RANKS:
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._num_starting)
+            self._turn = RANKS
+        self._fleet.remove(await self._failing(ENGINES, "sleep"))
+        self._fleet.kill(await self._failing(SCORERS, "leave_device"))
+
+    async def _failing(self, role: str, method: str) -> list[str]:
+        """Call a method of all members of a role. Returns the names of those that are gone, or do not answer in time.
+        Raises an error that others would have, too."""
+        calls: list[tuple[str, Any]] = [
+            (name, getattr(handle, method).remote()) for name, handle in self._fleet.role(role)
+        ]
+        phase = f"{role}: {method.replace('_', ' ')}"
+        found = await outcomes(calls, phase=phase, timeout_s=self._config.weights.phase_timeout_s)
+        return failed({name: result for (name, _), result in zip(calls, found, strict=True)})
+
+
+TRIED, RESTS = 4, 60
+"""Number of steps by which a way is measured, and of those before the other one is tried again: responses grow."""
+
+
+FASTER = 0.95
+"""Factor of a step's seconds at which the other way is taken: medians of so few steps differ by as much."""
+
+
+@dataclass
+class Pace:
+    """The choice. Pure: `note` each step. The present way is measured, then the other one, then the better goes on."""
+
+    settles: int
+    """Number of steps after a change that tell nothing: what was ahead is used up, or made."""
+    takes_turns: bool = False
+    _before: bool | None = None
+    """The way before the other one was tried; None: the other one is not tried now."""
+    _steps: int = 0
+    """Number of steps since the last change or choice."""
+    _due: int = 0
+    """Number of steps after which the other way is tried."""
+    _seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    """Seconds of the measured steps, at the same time and in turns."""
+
+    def note(self, seconds: float | None) -> tuple[float, float] | None:
+        """Note a step. `seconds`: None for one that had more to do than others, such as an evaluation. Returns the
+        median seconds at the same time and in turns where the way has just been chosen by them."""
+        self._steps += 1
+        measured = self._seconds[self.takes_turns]
+        if self._steps > self.settles and seconds is not None:
+            measured.append(seconds)
+        if self._before is None:
+            del measured[:-TRIED]
+            if len(measured) == TRIED and self._steps >= self._due:
+                self._before, self.takes_turns, self._steps = self.takes_turns, not self.takes_turns, 0
+                self._seconds[self.takes_turns] = []
+            return None
+        if len(measured) < TRIED:
+            return None
+        medians = {way: statistics.median(values) for way, values in self._seconds.items()}
+        if medians[self.takes_turns] > FASTER * medians[self._before]:
+            self.takes_turns = self._before
+        self._before, self._steps = None, 0
+        self._due = RESTS
+        return medians[False], medians[True]
+
+
+class CpuTurns:
+    """Lifecycle: `after` each step, while the ranks wait for the next one."""
+
+    def __init__(self, fleet: Fleet, note: Callable[[str], None]) -> None:
+        """`note`: tells people what was chosen."""
+        config = fleet.config
+        self._fleet, self._note = fleet, note
+        self._pace = Pace(config.max_staleness + 2, fleet.takes_turns) if _can_choose(fleet) else None
+        self._last: float | None = None
+        self._was_plain = True
+
+    @property
+    def max_active_groups(self) -> int | None:
+        """Most groups between admission and publication; None: as many as the configuration has."""
+        takes_turns = self._pace is not None and self._pace.takes_turns
+        return self._fleet.config.trainer.groups_per_step if takes_turns else None
+
+    async def after(self, now: float, *, is_plain: bool) -> None:
+        """Note the end of a step. `now`: seconds of any clock. `is_plain`: neither an evaluation nor a checkpoint
+        follows it, which the next step would have beside it."""
+        if self._pace is None:
+            return
+        last, self._last = self._last, now
+        counts, self._was_plain = is_plain and self._was_plain, is_plain
+        before = self._pace.takes_turns
+        if found := self._pace.note(now - last if counts and last is not None else None):
+            together, turns = found
+            way = "take turns" if self._pace.takes_turns else "work at the same time"
+            self._note(
+                f"engines and ranks {way} on the CPUs: {together:.2f} s a step at the same time, {turns:.2f} in turns"
+            )
+        if self._pace.takes_turns != before:
+            self._fleet.takes_turns = self._pace.takes_turns
+            await self._tell()
+
+    async def _tell(self) -> None:
+        """Tell engines and ranks their threads. One that is lost meanwhile is told when it is made again."""
+        roles = ("rollout", "trainer")
+        members = [member for role in roles for member in self._fleet.role(role)]
+        calls = [(name, handle.use_threads.remote(self._fleet.threads_of(name))) for name, handle in members]
+        try:
+            await answers(calls, phase="use threads", timeout_s=self._fleet.config.rollout.start_timeout_s)
+        except PenstockError:  # whoever watches the members replaces it
+            return
+
+
+def _can_choose(fleet: Fleet) -> bool:
+    """Return whether the run has one kind of node, which all engines and ranks share, and steps enough to try."""
+    if not are_tried(fleet.config) or len(fleet.trials) != 1 or fleet.config.trainer.max_steps < RESTS:
+        return False
+    (node,) = fleet.trials
+    return (node.engines, node.ranks) == (len(fleet.role("rollout")), len(fleet.role("trainer")))
