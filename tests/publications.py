@@ -1,7 +1,8 @@
 """Whole publications, written in one process."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,22 @@ def write_publication(
         write_rows(writer, name, 0, tensor.detach())
     writer.finish()
     return seal(directory, version, layout)
+
+
+class SharedMemoryTransport:
+    """Publications of one process with the calls of a `StreamTransport`, where the two are compared."""
+
+    def __init__(self, root: Path, tensors: Callable[[], Iterable[tuple[str, Tensor]]], dtype: str) -> None:
+        self._root, self._tensors, self._dtype = root, tensors, dtype
+
+    def connect(self, engines: Any, address: str) -> None: ...
+
+    def prepare(self, version: int) -> Publication:
+        return write_publication(self._root, version, self._tensors(), self._dtype)
+
+    def send(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def newest_publication(directory: str | Path) -> Publication | None:

@@ -25,7 +25,7 @@ from penstock.workers.reward.response import with_task
 from penstock.workers.reward.result import RewardError, RewardResult, in_order
 from penstock.workers.reward.rubric import Messages, Rubric, Verdicts
 from penstock.workers.reward.signatures import Caller
-from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.rollout_engines import make_engine
 
 
 @dataclass(frozen=True)

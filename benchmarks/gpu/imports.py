@@ -137,7 +137,7 @@ def vllm_arguments() -> None:
     from penstock.conf.rollout import RolloutConfig
     from penstock.conf.trainer import LoraConfig
     from penstock.workers.protocols import EngineSpec
-    from penstock.workers.rollout.vllm_conversion import engine_arguments
+    from penstock.workers.rollout.engine_vllm import engine_arguments
 
     for share, adapter in ((1.0, None), (0.5, LoraConfig(rank=8))):
         spec = EngineSpec(RolloutConfig(num_gpus_per_worker=share), "model", transport="shm", adapter=adapter)
@@ -146,13 +146,13 @@ def vllm_arguments() -> None:
 
 def transports() -> None:
     """The settings of every stream, which vLLM's own classes check."""
-    from penstock.workers.weights.weight_senders import SenderPlace
-    from penstock.workers.weights.trainer_side import INIT_INFOS
+    from penstock.workers.weights.weight_senders import INIT_INFOS, SendingRank
 
     engines = types.SimpleNamespace(num_engines=2, workers_per_engine=1)
-    place = SenderPlace(0, 1, torch.device("cuda", 0), 60.0, 2**20)
+    device = torch.device("cuda", 0)
+    rank = SendingRank(0, 1, device, list, lambda value: [value], torch.nn.Module(), "bfloat16")
     for make in INIT_INFOS.values():
-        make(place, engines, "127.0.0.1:29711", 2**20)
+        make(rank, engines, "127.0.0.1:29711", 2**20)
 
 
 def deepspeed_settings() -> None:

@@ -28,11 +28,10 @@ from penstock.conf.weights import WeightsConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.publication.reused_files import reclaim
 from penstock.workers.weights.engine_calls import LoopEngines
-from penstock.workers.weights.trainer_side import TrainerSide, make_transport
-from penstock.workers.weights.transport import Transport
-from tests.publications import write_publication
+from penstock.workers.weights.publication.reused_files import reclaim
+from penstock.workers.weights.weight_senders import SendingRank, StreamTransport
+from tests.publications import SharedMemoryTransport
 
 NUM_ROUNDS = 5
 SCALE = 1.02
@@ -51,17 +50,11 @@ class Trainer:
         self.device = device
         self.lm: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(device).eval()
 
-    def side(self, dtype: str) -> TrainerSide:
-        return TrainerSide(
-            0,
-            1,
-            self.device,
-            publish=lambda root, version: write_publication(root, version, self.lm.named_parameters(), dtype),
-            pieces=self._pieces,
-            gather=lambda value: [value],
-            module=self.lm,
-            dtype=dtype,
-        )
+    def transport(self, name: str, root: Path, dtype: str) -> StreamTransport | SharedMemoryTransport:
+        if name == "shm":
+            return SharedMemoryTransport(root, self.lm.named_parameters, dtype)
+        rank = SendingRank(0, 1, self.device, self._pieces, lambda value: [value], self.lm, dtype)
+        return StreamTransport(name, rank, bucket_mib=WeightsConfig().bucket_mib, timeout_s=120.0)
 
     def _pieces(self) -> Iterator[Any]:
         for name, parameter in self.lm.named_parameters():
@@ -99,15 +92,13 @@ def visible(gpu: int | None) -> Iterator[None]:
 @asynccontextmanager
 async def connected(
     name: str, trainer: Trainer, engine: VllmEngine, root: Path, gpu: int | None
-) -> AsyncIterator[Transport]:
+) -> AsyncIterator[StreamTransport | SharedMemoryTransport]:
     """Prepare engine and transport for the first version."""
     with visible(gpu):
         await engine.start()
     transport = None
     try:
-        transport = make_transport(
-            name, trainer.side("bfloat16"), directory=str(root), bucket_mib=WeightsConfig().bucket_mib, timeout_s=120.0
-        )
+        transport = trainer.transport(name, root, "bfloat16")
         engines = LoopEngines([engine], asyncio.get_running_loop())
         await asyncio.to_thread(transport.connect, engines, "127.0.0.1:29711")
         yield transport

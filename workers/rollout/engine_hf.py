@@ -53,13 +53,11 @@ from penstock.workers.pictures.processor import PictureProcessor, check_seen
 from penstock.workers.protocols import AdapterLimits, Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.named_adapters import check_adapter, check_whole, factors_of
-from penstock.workers.rollout.nonfinite import nonfinite
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after, score_prompt
 from penstock.workers.routed_experts import RoutingRecorder
-from penstock.workers.weights.checkpoint_form import CheckpointForm
+from penstock.workers.weights.checkpoint_form import CheckpointForm, check_model, nonfinite_weights
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
-from penstock.workers.weights.stored import check_model
+from penstock.workers.weights.publication.reading import MappedWeights
 
 
 class HfAdapters:
@@ -389,7 +387,7 @@ class HfEngine:
             ) from None
 
     async def nonfinite_weights(self) -> list[str]:
-        look = partial(nonfinite, self.model)
+        look = partial(nonfinite_weights, self.model)
         return await asyncio.get_running_loop().run_in_executor(self._executor(), look)
 
     async def sleep(self) -> None:
@@ -582,7 +580,7 @@ class HfEngine:
     def _checked(self, publication: Publication) -> MappedWeights:
         """Open the publication, with its checksums verified and tensors compared to the model's. Raises
         `WeightError`."""
-        mapped = MappedWeights(open_publication(publication))
+        mapped = MappedWeights(publication)
         mapped.verify()
         state = self._places()
         missing: list[str] = []

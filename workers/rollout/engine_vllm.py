@@ -9,55 +9,549 @@
 
 Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights had
 read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
-under which version. The engine process and its workers are children of this process (`vllm_processes.py`). vLLM is
-imported in `start`. Adapters: `engine_vllm_adapter.py` where they are published, `engine_vllm_named.py`.
+under which version. Engines that serve adapters are in `engine_vllm_adapters.py`.
 
-Conversion of requests for samples from adapters to vLLM's terms and back. Importing this module does not import
-vLLM.
+The engine process and its workers are children of this process. They inherit its standard output and error, and say why
+they fail only there. So both lead into a pipe while the engine is started (`EngineOutput`); a thread passes on what
+comes to where it would have gone, as long as a process has the other end open. The end of the output is kept for the
+error message when a process dies.
+
+The file has the engine, then the conversion to vLLM's terms and back, then the start of its processes and their output.
+Importing it does not import vLLM, which is imported when an engine starts.
 """
 
 import asyncio
+import gc
 import itertools
+import math
+import multiprocessing
+import os
+import re
+import select
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
-from typing import Any, TypeVar
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from penstock.conf.errors import DataError, PenstockError, UnknownAdapter, WeightError
+from penstock.conf.capabilities import ROLLOUT_ENGINES
+from penstock.conf.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    PenstockError,
+    ResourceError,
+    UnknownAdapter,
+    WeightError,
+    WorkerDied,
+    how_ended,
+)
+from penstock.conf.rollout import RolloutConfig
+from penstock.conf.secret import reveal
+from penstock.conf.weights import STREAMS
+from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.metering.table import BESIDE, ROLLOUT_LOAD_PHASES
 from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
 from penstock.workers.calls.training_calls import WHOLE
+from penstock.workers.machine.cpu import SETTINGS
+from penstock.workers.pictures.families import Family
 from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.pictures.processor import check_seen
+from penstock.workers.pictures.processor import Features, PictureProcessor, check_seen, hash_of
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after
-from penstock.workers.rollout.vllm_conversion import (
-    Opened,
-    completion_of,
-    discards_weights,
-    init_request,
-    outputs_of,
-    sampled_so_far,
-    sampling_params,
-    shares_gpu,
-    update_request,
-)
-from penstock.workers.rollout.vllm_pictures import prompt_of
-from penstock.workers.rollout.vllm_processes import PHASE_KEY, VllmProcesses
 from penstock.workers.routed_experts import RoutingShape
-from penstock.workers.weights.publication.reading import mapped_publication
-from penstock.workers.weights.streaming.engine_calls import Inbox
-from penstock.workers.weights.transport import Delivery, Info, Part
+from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, Part
+from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
+T = TypeVar("T")
+Parameters = Callable[[Sequence[int]], Any]
+"""Function that makes vLLM's parameters of a request, from the tokens that are never sampled."""
+PHASE_KEY, START_KEY = "weights.phase_timeout_s", "rollout.start_timeout_s"
+WARMUP_SAMPLES = 8
+WARMUP_TOKENS = 4
 MOST_SCORES = 1 << 20
 """Most log-probabilities of a prompt, tokens times vocabulary, that are brought here from an engine that cannot choose
 those that are asked for."""
+CPU_BATCHED_TOKENS = 4096
+"""Most prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
+LORA_RANKS = ROLLOUT_ENGINES["vllm"].lora_ranks
+WORKER_CALLS = "penstock.workers.weights.vllm.backends.WorkerCalls"
+WORKER_WITH_HEADS = "penstock.workers.rollout.vllm_heads.WorkerWithHeads"
+BACKENDS = {"shm": BACKEND, "ipc": IPC_BACKEND}
+"""vLLM's names of weight-transfer backends, by `weights.transport`; the others have the same name."""
+IMAGE = "image"
+"""vLLM's name of the modality."""
+TAIL_BYTES = 1 << 16
+SHOWN_LINES = 12
+MAX_LINE_CHARS = 300
+_REDIRECTED = threading.Lock()
+"""Lock around redirection. Standard output belongs to the whole process, so one engine is started after the other."""
+_ORIGIN = re.compile(r"^\([\w ]*\bpid=\d+\)\s?")
+_LOG = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?")
+_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Failure): \S")
+_POINTS_ELSEWHERE = re.compile(r"root cause above|stack trace|background process", re.IGNORECASE)
+
+
+class VllmEngine:
+    """Lifecycle: `start` once; then `generate` and `load` in any order and concurrency; `close`.
+
+    A load either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or
+    marks the engine broken (later failures): then every call raises `WorkerDied` and its owner starts another. It never
+    serves weights that it does not know.
+    """
+
+    def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
+        """`meters`: for vLLM's statistics after each step; None: it gathers none."""
+        self._spec, self._config, self._meters = spec, spec.config, meters
+        self.llm: Any = None
+        """vLLM's own engine, from `start` to `close`."""
+        self._children: list[BaseProcess] = []
+        self._output = EngineOutput()
+        self._broken: str | None = None
+        """The reason why the engine is broken."""
+        self._stats = None if meters is None else VllmStats(meters)
+        self._pictures: PictureProcessor | None = None
+        """Processor of the model's pictures; None for a model of text."""
+        self._detokenizer = NO_TOKENIZER
+        self._routing: RoutingShape | None = None
+        self._version = spec.version
+        self._request_ids, self.num_in_flight = itertools.count(), 0
+        self._num_tokens = 0
+        """Tokens of requests that have ended."""
+        self._inbox = Inbox(spec.phase_timeout_s)
+        self._admission = asyncio.Event()
+        self._admission.set()
+        self._loading = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._has_memory = self._has_weights = True
+        """Whether the device has memory for the weights, and whether their values are there, or are kept by vLLM."""
+        self._has_loaded = self._wakes = False
+        """Whether a publication was loaded, and whether `wake` waits for the next one."""
+        self.phase_seconds: dict[str, float] = {}
+        """Seconds of each phase of the last load."""
+
+    async def start(self) -> None:
+        """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
+        `DeadlineExceeded`."""
+        for what, call in (("start", self._create), ("warm-up", self._warm_up)):
+            await self._in_time(what, call(), self._config.start_timeout_s, START_KEY)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
+    ) -> list[Completion]:
+        """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
+        `DataError` for another request that vLLM does not take, and for pictures that do not belong to the prompt or
+        that the model cannot see, `WorkerDied` when the engine is gone."""
+        parameters = partial(sampling_params, num_samples, sampling, detokenizer=self._detokenizer)
+        output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
+        finished = partial(completion_of, detokenized=bool(sampling.stop), routing=self._routing)
+        return [finished(sample, self._detokenizer) for sample in outputs_of(output, num_samples)]
+
+    async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
+        """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
+        its own: with them, vLLM would read it anew for each."""
+        self.check_alive()
+        vocabulary = self.llm.model_config.get_vocab_size()
+        check_call(call, vocabulary)
+        ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner, self._detokenizer)
+        scores, output = PromptScores(), None
+        async with self._adapter_in_use(adapter) as lora:
+            answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
+            if asks_of_prompt(call):
+                output = await answer(ask.scored)
+                scores = ask.scores_of(output)
+            if output is None or call.num_samples > 1:
+                output = await answer(ask.samples)
+        return SampleOutput(ask.sampled(output), scores.logprobs, scores.top, scores.targets)
+
+    @asynccontextmanager
+    async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
+        """vLLM's request for an adapter, which stays there within the block. Raises `UnknownAdapter`."""
+        if name is not None:
+            raise UnknownAdapter(f"adapter {name!r}: this engine was started without room for adapters by name.")
+        yield self._lora_request()
+
+    async def load(self, delivery: Delivery) -> None:
+        """Load a publication; or the parts of a streamed version, which `deliver` brings meanwhile.
+
+        A publication's file stays mapped here, and so locked, until its bytes are loaded: what was verified is what is
+        loaded, and no writer takes the file meanwhile. Raises `WeightError`, `DeadlineExceeded` (naming the phase),
+        `WorkerDied`.
+        """
+        self.check_alive()
+        async with self._loading:
+            self.phase_seconds = {}
+            mapped = await self._open(delivery) if isinstance(delivery, Publication) else None
+            self._admission.clear()
+            try:
+                if not self._has_memory:
+                    await self._phase(delivery, "wake", self._wake_weights())
+                await self._exchange(delivery, mapped)
+                self._has_weights = self._has_loaded = True
+                if self._wakes:
+                    await self.wake()
+            except PenstockError as error:
+                self._inbox.refuse(delivery.version, error)
+                raise
+            finally:
+                self._admission.set()
+
+    async def connect(self, init_info: Info) -> None:
+        """Connect to the trainer, where weights are streamed. Returns when both are connected; raises as `load`
+        does."""
+        self.check_alive()
+        await self._call("connecting to the trainer", self._announce(init_info))
+
+    async def deliver(self, part: Part) -> None:
+        """Take a part of a streamed version; returns when it is loaded, or raises why not."""
+        self.check_alive()
+        await self._inbox.put(part)
+
+    async def sleep(self) -> None:
+        """Leave the device. On a shared GPU, weights and KV cache are discarded (vLLM's level 2); requests in flight
+        wait in vLLM, and are recomputed once the engine is awake. Where nobody brings the weights again, as beside
+        adapters and where they are streamed, they go to the host's memory (level 1). A CPU has nothing to give back."""
+        self.check_alive()
+        self._awake.clear()
+        self._wakes = False
+        if shares_gpu(self._config):
+            self._has_memory, self._has_weights = False, not discards_weights(self._spec)
+            level = 1 if self._has_weights else 2
+            call = self.llm.sleep(level=level, mode="keep")  # by default vLLM ends what is in flight
+            await self._call("sleep", call)
+
+    async def wake(self) -> None:
+        """Take the device again. Where weights were discarded, the next `load` ends the waking; before there is a
+        publication, they are read from the model's files."""
+        self.check_alive()
+        if shares_gpu(self._config):
+            if not self._has_weights and self._has_loaded:
+                self._wakes = True
+                return
+            if not self._has_weights:
+                await self._call("reading the model again", self._read_again())
+            tags = ["kv_cache"] if self._has_memory else None
+            await self._call("wake", self.llm.wake_up(tags))
+        self._has_memory, self._wakes = True, False
+        self._awake.set()
+
+    async def use_threads(self, num_threads: int) -> None:
+        """Compute with this number of threads from the next decode step on. For the CPU build."""
+        self.check_alive()
+        call = self.llm.collective_rpc("use_threads", args=(num_threads,))
+        await self._call(f"use of {num_threads} threads", call)
+
+    async def version(self) -> int:
+        """The version that the engine process reports."""
+        self.check_alive()
+        return int(await self.llm.get_weight_version())
+
+    def sampled(self) -> Sampled:
+        now = sampled_so_far(self.llm.output_processor) if self.llm is not None else Sampled(0, 0)
+        waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
+        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
+
+    async def nonfinite_weights(self) -> list[str]:
+        self.check_alive()
+        call = self.llm.collective_rpc("nonfinite_weights")
+        found = await self._call("a look at the weights", call)
+        return sorted({name for names in found for name in names})
+
+    async def close(self) -> None:
+        llm, self.llm = self.llm, None
+        self._broken = self._broken or "it was closed"
+        if llm is not None:
+            llm.shutdown()  # blocks on purpose: its output task must not run and report the end as a failure
+            await asyncio.sleep(0.01)  # its cancelled tasks end
+            del llm
+            gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ prints an error
+
+    # Start
+
+    async def _create(self) -> None:
+        if self._config.router_replay:
+            self._routing = await asyncio.to_thread(RoutingShape.of_path, self._spec.model_path)
+        await asyncio.to_thread(self._build)
+        self._detokenizer = Detokenizer(self.llm.get_tokenizer())
+        await self.llm.update_weight_version(str(self._version))
+
+    def _build(self) -> None:
+        """Start them. Raises `ResourceError`, and `ModelError` for weights that are not the model's."""
+        others = multiprocessing.active_children()
+        with self._output.captured(), vllm_environment(self._spec):
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from penstock.workers.weights.checkpoint_form import check_model
+
+            check_model(self._spec.model_path)
+            try:
+                self._pictures = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
+                family = self._pictures.family if self._pictures is not None else None
+                arguments = AsyncEngineArgs(**engine_arguments(self._spec, family))
+                loggers = [] if self._stats is None else [self._stats.logger]
+                self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=cast(Any, loggers))
+            except (RuntimeError, ValueError, OSError) as error:
+                told = explained(str(error), self._output.tail())
+                raise ResourceError(
+                    f"the vLLM engine for {self._spec.model_path} did not start: {told}\nIts memory is set by "
+                    "rollout.kv_cache_gib and rollout.max_model_len, on a GPU by rollout.gpu_memory_utilization."
+                ) from None
+        self._children = [child for child in multiprocessing.active_children() if child not in others]
+
+    async def _warm_up(self) -> None:
+        """Run the first request with log-probabilities and the first seeded one, each of which compiles a kernel for
+        seconds."""
+        room = self._config.max_model_len - 1
+        for seed in (None, 0):
+            sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed)
+            await self.generate([0], WARMUP_SAMPLES, sampling)
+
+    # Generation
+
+    async def _prompt(self, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
+        """vLLM's form of a prompt. Features of pictures are computed in a thread."""
+        check_seen(self._pictures, pictures, self._config.max_pictures, self._spec.model_path)
+        if self._pictures is None:
+            return {"prompt_token_ids": prompt_ids}
+        return await asyncio.to_thread(prompt_of, self._pictures, prompt_ids, pictures)
+
+    async def _answer(
+        self,
+        prompt_ids: Sequence[int],
+        pictures: PromptPictures | None,
+        parameters: Parameters,
+        lora: Any,
+        priority: int,
+    ) -> Any:
+        """vLLM's output for one request, once the engine is awake and loads nothing."""
+        self.check_alive()
+        room_after(prompt_ids, self._config.max_model_len)
+        prompt = await self._prompt(list(prompt_ids), pictures)
+        await self._awake.wait()
+        while not self._admission.is_set():  # another load may have begun between the event and this task's turn
+            await self._admission.wait()
+        self.check_alive()
+        self.num_in_flight += 1
+        try:
+            output = await self._request(prompt, parameters, lora, priority)
+        finally:
+            self.num_in_flight -= 1
+        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        return output
+
+    async def _request(self, prompt: Any, parameters: Parameters, lora: Any, priority: int) -> Any:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        request_id = str(next(self._request_ids))
+        output = None
+        try:
+            banned = () if self._pictures is None else self._pictures.token_ids
+            async for latest in self.llm.generate(
+                prompt, parameters(banned), request_id=request_id, lora_request=lora, priority=priority
+            ):
+                output = latest
+        except EngineDeadError as error:
+            raise self._died(error) from None
+        except EngineGenerateError as error:  # while it lives, it is this request's alone
+            if self._is_gone():
+                raise self._died(error.__cause__ or error) from None
+            await self.llm.abort(request_id)  # else vLLM keeps what it has noted of it
+            raise DataError(f"vLLM cannot take the request: {error.__cause__!r:.300}") from None
+        except (ValueError, VLLMClientError) as error:  # such as a schema or a grammar that cannot be followed
+            raise DataError(f"vLLM refuses the request: {error}") from None
+        reasons = {sample.finish_reason for sample in output.outputs} if output is not None else {"nothing"}
+        if "error" in reasons and not self._is_gone():  # such as a grammar that the engine cannot compile
+            raise DataError("vLLM ended the request with an error of its own; its log says more.")
+        if not reasons <= {"stop", "length"}:
+            raise self._died("it ended a request without finishing it")
+        return output
+
+    def _lora_request(self) -> Any:
+        """vLLM's request for the adapter that a request is to have; None for no adapter."""
+        return None
+
+    # Loading
+
+    async def _announce(self, info: Info) -> None:
+        """Announce weights to vLLM's weight-transfer engine."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def _open(self, publication: Publication) -> MappedWeights:
+        """Do all that can be done before the engine pauses: map the file here and in the engine's processes, verify
+        it."""
+        info = {"directory": publication.directory, "version": publication.version}
+        mapped = await self._phase(publication, "open", asyncio.to_thread(MappedWeights, publication))
+        await self._phase(publication, "prepare", self._announce(info))
+        await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
+        return mapped
+
+    async def _exchange(self, delivery: Delivery, mapped: MappedWeights | None) -> None:
+        """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`. vLLM is
+        paused already while it sleeps, and goes on when it wakes."""
+        version = str(delivery.version)
+        paused = self.num_in_flight > 0 and (self._awake.is_set() or not shares_gpu(self._config))
+        if paused:
+            await self._pause(delivery)
+        try:
+            if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
+                await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
+                if self._pictures is not None and not self._keeps_seen:  # and what they have seen in pictures
+                    await self._phase(delivery, "pause", self.llm.reset_encoder_cache())
+            await self._begin(delivery)
+        except PenstockError:
+            if paused:
+                await self._resume(delivery)
+            raise
+        try:
+            async with self._loaded(delivery, mapped):
+                await self._finish(delivery)
+                served = await self._phase(delivery, "version", self.llm.get_weight_version())
+                if served != version:
+                    raise WeightError(f"weight sync to version {version}: the engine says it serves {served!r}.")
+        except PenstockError as error:
+            self._broken = str(error)
+            raise
+        if paused:
+            await self._resume(delivery)
+        self._version = delivery.version
+
+    @asynccontextmanager
+    async def _loaded(self, delivery: Delivery, mapped: MappedWeights | None) -> AsyncIterator[None]:
+        """Load all weights before the block. A sender is told of the end only once the version has been asserted as
+        well."""
+        if isinstance(delivery, Publication):
+            assert mapped is not None
+            info = {"directory": delivery.directory, "version": delivery.version, "verified_inode": mapped.inode}
+            await self._load_part(delivery, info)
+            yield
+        else:
+            async with self._inbox.received(delivery, partial(self._load_part, delivery)):
+                yield
+
+    async def _begin(self, delivery: Delivery) -> None:
+        await self._phase(delivery, "start", self.llm.start_weight_update())
+
+    async def _finish(self, delivery: Delivery) -> None:
+        call = self.llm.finish_weight_update(weight_version=str(delivery.version))
+        await self._phase(delivery, "finish", call)
+
+    async def _load_part(self, delivery: Delivery, info: Info) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._phase(delivery, "load", self.llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
+
+    @property
+    def _keeps_seen(self) -> bool:
+        """True if what has been seen in pictures is what the next version would see, too."""
+        return self._pictures is not None and self._spec.tower_is_frozen
+
+    async def _pause(self, delivery: Delivery) -> None:
+        keeps = self._keeps_seen
+        try:
+            await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=not keeps))
+            if keeps:
+                await self._phase(delivery, "pause", self.llm.reset_prefix_cache(reset_running_requests=True))
+        except PenstockError:
+            await self._resume(delivery)
+            raise
+
+    async def _resume(self, delivery: Delivery) -> None:
+        try:
+            await self._phase(delivery, "resume", self.llm.resume_generation())
+        except PenstockError as error:
+            self._broken = str(error)
+            raise
+
+    async def _wake_weights(self) -> None:
+        """Bring back the memory of the weights, while the trainer still has the rest of the device."""
+        await self.llm.wake_up(["weights"])
+        self._has_memory = True
+
+    async def _read_again(self) -> None:
+        """Load the weights that the engine started with."""
+        if not self._has_memory:
+            await self._wake_weights()
+        await self.llm.collective_rpc("reload_weights")
+        self._has_weights = True
+
+    # Calls within deadlines
+
+    async def _phase(self, delivery: Delivery, name: str, call: Awaitable[T]) -> T:
+        phase = f"weight sync to version {delivery.version}, phase {name}"
+        start = time.perf_counter()
+        result = await self._call(phase, call)
+        seconds = time.perf_counter() - start
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+        if self._meters is not None:
+            self._meters.add(table.ROLLOUT_LOAD_PHASES, seconds, phase="beside" if name in table.BESIDE else "paused")
+        return result
+
+    async def _call(self, what: str, call: Awaitable[T]) -> T:
+        """Return the result of a call within the deadline of a phase. Raises as `_in_time` does."""
+        return await self._in_time(what, call, self._spec.phase_timeout_s, PHASE_KEY)
+
+    async def _in_time(self, what: str, call: Awaitable[T], timeout_s: float, key: str) -> T:
+        """Return the call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as
+        `WeightError`, `WorkerDied`."""
+        try:
+            return await asyncio.wait_for(call, timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what}: the vLLM engine for {self._spec.model_path} did not answer within {timeout_s:g} s. Raise "
+                f"{key}, or see its log."
+            ) from None
+        except PenstockError:
+            raise
+        except Exception as error:  # noqa: BLE001 - vLLM reports failures of its processes as bare Exceptions with text
+            if self.llm is not None and self.llm.errored:
+                raise self._died(error) from None
+            raise WeightError(f"{what}: {error}") from None
+
+    def _is_gone(self) -> bool:
+        return self.llm is None or self.llm.errored
+
+    def _died(self, reason: object) -> WorkerDied:
+        self._broken = self._broken or str(reason)
+        codes = [child.exitcode for child in self._children if child.exitcode]
+        told = explained(str(reason), self._output.tail(), ", ".join(map(how_ended, codes)))
+        return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {told}")
+
+    def check_alive(self) -> None:
+        if self._broken is not None or self.llm is None:
+            reason = self._broken or "it was never started"
+            raise WorkerDied(f"the vLLM engine for {self._spec.model_path} is not serving: {reason}.")
+
+
+def make(spec: EngineSpec, meters: Meters | None = None) -> VllmEngine:
+    """Make the engine for what is published and served: whole models or one adapter, and adapters by name. `meters`:
+    for vLLM's own statistics."""
+    if spec.adapter is None and spec.adapters is None:
+        return VllmEngine(spec, meters)
+    from penstock.workers.rollout.engine_vllm_adapters import VllmAdapterEngine, VllmNamedEngine, VllmWholeEngine
+
+    if spec.adapters is None:
+        return VllmAdapterEngine(spec, meters)
+    return (VllmWholeEngine if spec.adapters.max_rank == WHOLE else VllmNamedEngine)(spec, meters)
+
+
+# Requests and answers
 
 
 @dataclass(frozen=True)
@@ -139,370 +633,363 @@ class SampleAsker:
         return SampledTokens(list(sample.token_ids), logprobs, sample.finish_reason, top)
 
 
-T = TypeVar("T")
-Parameters = Callable[[Sequence[int]], Any]
-"""Function that makes vLLM's parameters of a request, from the tokens that are never sampled."""
+def sampling_params(
+    num_samples: int, sampling: Sampling, banned: Sequence[int] = (), detokenizer: Detokenizer = NO_TOKENIZER
+) -> Any:
+    """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`completion_of`), not
+    token by token. `banned`: tokens that are never sampled, also where it is greedy. `detokenizer`: knows which stop
+    strings are tokens. Raises `DataError` for a structure that vLLM does not know."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-WARMUP_SAMPLES = 8
-WARMUP_TOKENS = 4
-
-
-class VllmEngine(VllmProcesses):
-    """Lifecycle: `start` once; then `generate` and `load` in any order and concurrency; `close`.
-
-    A load either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or
-    marks the engine broken (later failures): then every call raises `WorkerDied` and its owner starts another. It never
-    serves weights that it does not know.
-    """
-
-    def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
-        super().__init__(spec, meters)
-        self._version = spec.version
-        self._inbox = Inbox(spec.phase_timeout_s)
-        self._detokenizer = NO_TOKENIZER
-        self._routing: RoutingShape | None = None
-        self._request_ids, self.num_in_flight = itertools.count(), 0
-        self._num_tokens = 0
-        """Tokens of requests that have ended."""
-        self._admission = asyncio.Event()
-        self._admission.set()
-        self._loading = asyncio.Lock()
-        self._awake = asyncio.Event()
-        self._awake.set()
-        self._has_memory = self._has_weights = True
-        """Whether the device has memory for the weights, and whether their values are there, or are kept by vLLM."""
-        self._has_loaded = self._wakes = False
-        """Whether a publication was loaded, and whether `wake` waits for the next one."""
-        self.phase_seconds: dict[str, float] = {}
-        """Seconds of each phase of the last load."""
-
-    async def start(self) -> None:
-        """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
-        `DeadlineExceeded`."""
-        await self._in_time("start", self._create(), self._config.start_timeout_s, "rollout.start_timeout_s")
-        await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, "rollout.start_timeout_s")
-
-    async def generate(
-        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
-    ) -> list[Completion]:
-        """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
-        `DataError` for another request that vLLM does not take, and for pictures that do not belong to the prompt or
-        that the model cannot see, `WorkerDied` when the engine is gone."""
-        parameters = partial(sampling_params, num_samples, sampling, detokenizer=self._detokenizer)
-        output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
-        finished = partial(completion_of, detokenized=bool(sampling.stop), routing=self._routing)
-        return [finished(sample, self._detokenizer) for sample in outputs_of(output, num_samples)]
-
-    async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
-        """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
-        its own: with them, vLLM would read it anew for each."""
-        self.check_alive()
-        vocabulary = self.llm.model_config.get_vocab_size()
-        check_call(call, vocabulary)
-        ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner, self._detokenizer)
-        scores, output = PromptScores(), None
-        async with self._adapter_in_use(adapter) as lora:
-            answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
-            if asks_of_prompt(call):
-                output = await answer(ask.scored)
-                scores = ask.scores_of(output)
-            if output is None or call.num_samples > 1:
-                output = await answer(ask.samples)
-        return SampleOutput(ask.sampled(output), scores.logprobs, scores.top, scores.targets)
-
-    @asynccontextmanager
-    async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
-        """vLLM's request for an adapter, which stays there within the block. Raises `UnknownAdapter`."""
-        if name is not None:
-            raise UnknownAdapter(f"adapter {name!r}: this engine was started without room for adapters by name.")
-        yield self._lora_request()
-
-    async def load(self, delivery: Delivery) -> None:
-        """Load a publication; or the parts of a streamed version, which `deliver` brings meanwhile.
-
-        A publication's file stays mapped here, and so locked, until its bytes are loaded: what was verified is what is
-        loaded, and no writer takes the file meanwhile. Raises `WeightError`, `DeadlineExceeded` (naming the phase),
-        `WorkerDied`.
-        """
-        self.check_alive()
-        async with self._loading:
-            self.phase_seconds = {}
-            opened = await self._open(delivery) if isinstance(delivery, Publication) else None
-            self._admission.clear()
-            try:
-                if not self._has_memory:
-                    await self._phase(delivery, "wake", self._wake_weights())
-                await self._exchange(delivery, opened)
-                self._has_weights = self._has_loaded = True
-                if self._wakes:
-                    await self.wake()
-            except PenstockError as error:
-                self._inbox.refuse(delivery.version, error)
-                raise
-            finally:
-                self._admission.set()
-
-    async def connect(self, init_info: Info) -> None:
-        """Connect to the trainer, where weights are streamed. Returns when both are connected; raises as `load`
-        does."""
-        self.check_alive()
-        call = self.llm.init_weight_transfer_engine(init_request(init_info))
-        await self._in_time("connecting to the trainer", call, self._spec.phase_timeout_s, PHASE_KEY)
-
-    async def deliver(self, part: Part) -> None:
-        """Take a part of a streamed version; returns when it is loaded, or raises why not."""
-        self.check_alive()
-        await self._inbox.put(part)
-
-    async def sleep(self) -> None:
-        """Leave the device. On a shared GPU, weights and KV cache are discarded (vLLM's level 2); requests in flight
-        wait in vLLM, and are recomputed once the engine is awake. Where nobody brings the weights again, as beside
-        adapters and where they are streamed, they go to the host's memory (level 1). A CPU has nothing to give back."""
-        self.check_alive()
-        self._awake.clear()
-        self._wakes = False
-        if shares_gpu(self._config):
-            self._has_memory, self._has_weights = False, not discards_weights(self._spec)
-            level = 1 if self._has_weights else 2
-            call = self.llm.sleep(level=level, mode="keep")  # by default vLLM ends what is in flight
-            await self._in_time("sleep", call, self._spec.phase_timeout_s, PHASE_KEY)
-
-    async def wake(self) -> None:
-        """Take the device again. Where weights were discarded, the next `load` ends the waking; before there is a
-        publication, they are read from the model's files."""
-        self.check_alive()
-        if shares_gpu(self._config):
-            if not self._has_weights and self._has_loaded:
-                self._wakes = True
-                return
-            if not self._has_weights:
-                await self._in_time(
-                    "reading the model again", self._read_again(), self._spec.phase_timeout_s, PHASE_KEY
-                )
-            tags = ["kv_cache"] if self._has_memory else None
-            await self._in_time("wake", self.llm.wake_up(tags), self._spec.phase_timeout_s, PHASE_KEY)
-        self._has_memory, self._wakes = True, False
-        self._awake.set()
-
-    async def _wake_weights(self) -> None:
-        """Bring back the memory of the weights, while the trainer still has the rest of the device."""
-        await self.llm.wake_up(["weights"])
-        self._has_memory = True
-
-    async def _read_again(self) -> None:
-        """Load the weights that the engine started with."""
-        if not self._has_memory:
-            await self._wake_weights()
-        await self.llm.collective_rpc("reload_weights")
-        self._has_weights = True
-
-    async def use_threads(self, num_threads: int) -> None:
-        """Compute with this number of threads from the next decode step on. For the CPU build."""
-        self.check_alive()
-        call = self.llm.collective_rpc("use_threads", args=(num_threads,))
-        await self._in_time(f"use of {num_threads} threads", call, self._spec.phase_timeout_s, PHASE_KEY)
-
-    async def version(self) -> int:
-        """The version that the engine process reports."""
-        self.check_alive()
-        return int(await self.llm.get_weight_version())
-
-    def sampled(self) -> Sampled:
-        now = sampled_so_far(self.llm.output_processor) if self.llm is not None else Sampled(0, 0)
-        waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
-        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
-
-    # Start
-
-    async def _create(self) -> None:
-        if self._config.router_replay:
-            self._routing = await asyncio.to_thread(RoutingShape.of_path, self._spec.model_path)
-        await asyncio.to_thread(self._build)
-        self._detokenizer = Detokenizer(self.llm.get_tokenizer())
-        await self.llm.update_weight_version(str(self._version))
-
-    async def _warm_up(self) -> None:
-        """Run the first request with log-probabilities and the first seeded one, each of which compiles a kernel for
-        seconds."""
-        room = self._config.max_model_len - 1
-        for seed in (None, 0):
-            sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed)
-            await self.generate([0], WARMUP_SAMPLES, sampling)
-
-    # Generation
-
-    async def _prompt(self, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
-        """vLLM's form of a prompt. Features of pictures are computed in a thread."""
-        check_seen(self._pictures, pictures, self._config.max_pictures, self._spec.model_path)
-        if self._pictures is None:
-            return {"prompt_token_ids": prompt_ids}
-        return await asyncio.to_thread(prompt_of, self._pictures, prompt_ids, pictures)
-
-    async def _answer(
-        self,
-        prompt_ids: Sequence[int],
-        pictures: PromptPictures | None,
-        parameters: Parameters,
-        lora: Any,
-        priority: int,
-    ) -> Any:
-        """vLLM's output for one request, once the engine is awake and loads nothing."""
-        self.check_alive()
-        room_after(prompt_ids, self._config.max_model_len)
-        prompt = await self._prompt(list(prompt_ids), pictures)
-        await self._awake.wait()
-        while not self._admission.is_set():  # another load may have begun between the event and this task's turn
-            await self._admission.wait()
-        self.check_alive()
-        self.num_in_flight += 1
-        try:
-            output = await self._request(prompt, parameters, lora, priority)
-        finally:
-            self.num_in_flight -= 1
-        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        return output
-
-    async def _request(self, prompt: Any, parameters: Parameters, lora: Any, priority: int) -> Any:
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        request_id = str(next(self._request_ids))
-        output = None
-        try:
-            banned = () if self._pictures is None else self._pictures.token_ids
-            async for latest in self.llm.generate(
-                prompt, parameters(banned), request_id=request_id, lora_request=lora, priority=priority
-            ):
-                output = latest
-        except EngineDeadError as error:
-            raise self._died(error) from None
-        except EngineGenerateError as error:  # while it lives, it is this request's alone
-            if self._is_gone():
-                raise self._died(error.__cause__ or error) from None
-            await self.llm.abort(request_id)  # else vLLM keeps what it has noted of it
-            raise DataError(f"vLLM cannot take the request: {error.__cause__!r:.300}") from None
-        except (ValueError, VLLMClientError) as error:  # such as a schema or a grammar that cannot be followed
-            raise DataError(f"vLLM refuses the request: {error}") from None
-        reasons = {sample.finish_reason for sample in output.outputs} if output is not None else {"nothing"}
-        if "error" in reasons and not self._is_gone():  # such as a grammar that the engine cannot compile
-            raise DataError("vLLM ended the request with an error of its own; its log says more.")
-        if not reasons <= {"stop", "length"}:
-            raise self._died("it ended a request without finishing it")
-        return output
-
-    def _lora_request(self) -> Any:
-        """vLLM's request for the adapter that a request is to have; None for no adapter."""
-        return None
-
-    # Loading
-
-    async def _open(self, publication: Publication) -> Opened:
-        """Do all that can be done before the engine pauses: map the file here and in the engine's processes, verify
-        it."""
-        info = {"directory": publication.directory, "version": publication.version}
-        mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
-        await self._phase(publication, "prepare", self.llm.init_weight_transfer_engine(init_request(info)))
-        await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
-        return Opened(mapped, info | {"verified_inode": mapped.inode})
-
-    async def _exchange(self, delivery: Delivery, opened: Opened | None) -> None:
-        """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`. vLLM is
-        paused already while it sleeps, and goes on when it wakes."""
-        version = str(delivery.version)
-        paused = self.num_in_flight > 0 and (self._awake.is_set() or not shares_gpu(self._config))
-        if paused:
-            await self._pause(delivery)
-        try:
-            if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
-                await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
-                if self._pictures is not None and not self._keeps_seen:  # and what they have seen in pictures
-                    await self._phase(delivery, "pause", self.llm.reset_encoder_cache())
-            await self._begin(delivery)
-        except PenstockError:
-            if paused:
-                await self._resume(delivery)
-            raise
-        try:
-            async with self._loaded(delivery, opened):
-                await self._finish(delivery)
-                served = await self._phase(delivery, "version", self.llm.get_weight_version())
-                if served != version:
-                    raise WeightError(f"weight sync to version {version}: the engine says it serves {served!r}.")
-        except PenstockError as error:
-            self._broken = str(error)
-            raise
-        if paused:
-            await self._resume(delivery)
-        self._version = delivery.version
-
-    @asynccontextmanager
-    async def _loaded(self, delivery: Delivery, opened: Opened | None) -> AsyncIterator[None]:
-        """Load all weights before the block. A sender is told of the end only once the version has been asserted as
-        well."""
-        if opened is not None:
-            await self._load_part(delivery, opened.info)
-            yield
-        else:
-            assert not isinstance(delivery, Publication)
-            async with self._inbox.received(delivery, partial(self._load_part, delivery)):
-                yield
-
-    async def _begin(self, delivery: Delivery) -> None:
-        await self._phase(delivery, "start", self.llm.start_weight_update())
-
-    async def _finish(self, delivery: Delivery) -> None:
-        call = self.llm.finish_weight_update(weight_version=str(delivery.version))
-        await self._phase(delivery, "finish", call)
-
-    async def _load_part(self, delivery: Delivery, info: Info) -> None:
-        await self._phase(delivery, "load", self.llm.update_weights(update_request(info)))
-
-    @property
-    def _keeps_seen(self) -> bool:
-        """True if what has been seen in pictures is what the next version would see, too."""
-        return self._pictures is not None and self._spec.tower_is_frozen
-
-    async def _pause(self, delivery: Delivery) -> None:
-        keeps = self._keeps_seen
-        try:
-            await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=not keeps))
-            if keeps:
-                await self._phase(delivery, "pause", self.llm.reset_prefix_cache(reset_running_requests=True))
-        except PenstockError:
-            await self._resume(delivery)
-            raise
-
-    async def _resume(self, delivery: Delivery) -> None:
-        try:
-            await self._phase(delivery, "resume", self.llm.resume_generation())
-        except PenstockError as error:
-            self._broken = str(error)
-            raise
-
-    async def _phase(self, delivery: Delivery, name: str, call: Awaitable[T]) -> T:
-        phase = f"weight sync to version {delivery.version}, phase {name}"
-        start = time.perf_counter()
-        result = await self._in_time(phase, call, self._spec.phase_timeout_s, PHASE_KEY)
-        seconds = time.perf_counter() - start
-        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
-        if self._meters is not None:
-            self._meters.add(ROLLOUT_LOAD_PHASES, seconds, phase="beside" if name in BESIDE else "paused")
-        return result
+    try:
+        structure = StructuredOutputsParams(**sampling.structure) if sampling.structure else None
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise DataError(f"structure={sampling.structure!r:.200}: {error}") from None
+    return SamplingParams(
+        n=1 if sampling.temperature == 0 else num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=sorted(detokenizer.stop_ids(sampling.stop)),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        structured_outputs=structure,
+        logit_bias=dict.fromkeys(banned, -math.inf) or None,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
-def make(spec: EngineSpec, meters: Meters | None = None) -> VllmEngine:
-    """Make the engine for what is published and served: whole models or one adapter, and adapters by name. `meters`:
-    for vLLM's own statistics."""
-    if spec.adapters is not None and spec.adapters.max_rank == WHOLE:
-        from penstock.workers.rollout.engine_vllm_whole import VllmWholeEngine
+def outputs_of(output: Any, num_samples: int) -> list[Any]:
+    """The samples of a request. vLLM makes one greedy sample alone: it counts as often as it was asked for."""
+    return list(output.outputs) * (num_samples // len(output.outputs))
 
-        return VllmWholeEngine(spec, meters)
-    if spec.adapters is not None:
-        from penstock.workers.rollout.engine_vllm_named import VllmNamedEngine
 
-        return VllmNamedEngine(spec, meters)
+def completion_of(
+    sample: Any, detokenizer: Detokenizer, *, detokenized: bool, routing: RoutingShape | None = None
+) -> Completion:
+    """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already. `routing`: of the
+    model, where the experts are recorded: vLLM has them of each token but the last one, `[L - 1, all layers, K]`."""
+    token_ids = list(sample.token_ids)
+    flat = sample.logprobs
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
+    text = detokenizer.cut(token_ids, sample.text) if detokenized else detokenizer.text(token_ids)
+    experts = b""
+    if routing is not None:
+        experts = routing.records(sample.routed_experts[:, list(routing.layers)]).tobytes()
+    return Completion(token_ids, logprobs, versions, text, sample.finish_reason, experts)
+
+
+def sampled_so_far(processor: Any) -> Sampled:
+    """Counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
+    Samples of a group that are done wait for the others with the group."""
+    samples = processor.request_states.values()
+    done = [sample for group in processor.parent_requests.values() for sample in group.output_aggregator if sample]
+    num_tokens = sum(sample.detokenizer.num_output_tokens() for sample in samples)
+    return Sampled(num_tokens + sum(len(sample.token_ids) for sample in done), len(samples))
+
+
+def prompt_of(processor: PictureProcessor, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
+    """A prompt, with the features of its pictures if it has any. Raises `DataError` where they do not belong
+    together."""
+    features = processor.checked_features(prompt_ids, pictures)
+    if features is None or pictures is None:
+        return {"prompt_token_ids": prompt_ids}
+    return picture_prompt(processor.family, prompt_ids, pictures, features)
+
+
+def picture_prompt(family: Family, prompt_ids: list[int], pictures: PromptPictures, features: Features) -> Any:
+    """The prompt as vLLM's engine takes it. A picture's hash stands for it in its caches."""
+    import torch
+    from vllm.inputs import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    rows = torch.tensor(family.num_rows(features.grid_thw))
+    tensors: Any = family.inputs(torch.from_numpy(features.pixel_values), torch.from_numpy(features.grid_thw))
+    # Of a prompt whose prefix is cached vLLM lets go of all fields but those that stay on the host, and without M-RoPE
+    # of all. Weights that come while it is under way drop the prefix, and what has been seen of pictures: then pixels
+    # are needed after all.
+    fields = family.inputs(
+        MultiModalFieldConfig.flat_from_sizes(IMAGE, rows, keep_on_cpu=True),
+        MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
+    )
+    return mm_input(
+        prompt_ids,
+        MultiModalKwargsItems.from_hf_inputs(tensors, fields),
+        {IMAGE: [hash_of(picture) for picture in pictures.encoded]},
+        {IMAGE: [PlaceholderRange(offset, length) for offset, length in pictures.ranges]},
+    )
+
+
+# Start of the processes
+
+
+def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. `family`: of a model that is shown pictures. Imports vLLM. Raises
+    `ConfigError` for an option that vLLM does not know."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+
+    config = spec.config
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in config.engine_options.keys() - known:
+        near = ", ".join(get_close_matches(name, known, n=3))
+        hint = f" Near it: {near}." if near else ""
+        raise ConfigError(f"rollout.engine_options.{name}: this vLLM has no such argument of AsyncEngineArgs.{hint}")
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_concurrent_samples,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKENDS.get(spec.transport, spec.transport)),
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER_CALLS,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    if config.num_gpus_per_worker:
+        arguments["gpu_memory_utilization"] = config.gpu_share
+        arguments["enable_sleep_mode"] = shares_gpu(config)
+    else:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        arguments["block_size"] = CPU_BLOCK_TOKENS
+        # A seeded request whose prefill is cut in two has its generator set back, which CPU generators cannot do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
+    # By itself it would have Ray start its processes, as it finds its actor in a placement group.
+    arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
+    if config.router_replay:
+        arguments["enable_return_routed_experts"] = True
+    if family is not None:
+        arguments |= picture_arguments(config, family)
+    if spec.by_priority:
+        arguments["scheduling_policy"] = "priority"
+    arguments |= reveal(config.engine_options)
     if spec.adapter is not None:
-        from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
+        arguments |= adapter_arguments(spec.adapter.rank, 1)
+    if (limits := spec.adapters) is not None:
+        arguments["max_logprobs"] = -1
+        if limits.max_rank != WHOLE:  # of whole models one is there at a time
+            # On a CPU an adapter of zeros, which serves the base model, takes a place of its own.
+            arguments |= adapter_arguments(limits.max_rank, limits.max_loaded + (not config.num_gpus_per_worker))
+            arguments |= {"worker_extension_cls": WORKER_WITH_HEADS} if limits.head else {}
+    return arguments
 
-        return VllmAdapterEngine(spec, meters)
-    return VllmEngine(spec, meters)
+
+def adapter_arguments(rank: int, num_loaded: int) -> dict[str, Any]:
+    """Further arguments of an engine with room for adapters of up to this rank."""
+    room = min(some for some in LORA_RANKS if some >= rank)
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": num_loaded}
+
+
+def picture_arguments(config: RolloutConfig, family: Family) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs` for a model that sees. Features come with their pixels normalized: by default vLLM
+    does that in the model, and would do it a second time. The cache of processed pictures is off: it would keep, in two
+    processes, what is processed elsewhere. A run of text allows for one: with none vLLM leaves the tower out, whose
+    weights are published. Prefixes are cached for M-RoPE alone: see `picture_prompt`."""
+    return {
+        "enable_prefix_caching": family.has_grids,
+        "limit_mm_per_prompt": {IMAGE: max(config.max_pictures, 1), "video": 0},
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
+    }
+
+
+def shares_gpu(config: RolloutConfig) -> bool:
+    """Return whether the engine has a part of a GPU, and must be able to sleep while another uses it."""
+    return 0 < config.num_gpus_per_worker < 1
+
+
+def discards_weights(spec: EngineSpec) -> bool:
+    """Return whether the engine's weights are brought again after a sleep, and need not be kept meanwhile. Adapters
+    are published without the base that they change, and streams come with a step of the trainer alone."""
+    return spec.adapter is None and spec.adapters is None and spec.transport not in STREAMS
+
+
+@contextmanager
+def vllm_environment(spec: EngineSpec) -> Iterator[None]:
+    """Set environment variables for the import of vLLM and for the processes that it starts; put them back afterwards.
+
+    What the user has set stays as it is, but for the number of threads.
+    """
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    if Path(spec.model_path).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    values = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    if spec.config.router_replay:
+        values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records experts
+    if not spec.config.num_gpus_per_worker:
+        values |= _cpu_environment(spec)
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _cpu_environment(spec: EngineSpec) -> dict[str, str]:
+    """The environment of the CPU build: threads as asked for and bound nowhere, since trainer and engine share the
+    cores; waiting threads sleep at once: ones that spin make two processes on the same cores several times slower.
+
+    With one rank the model runs in the engine's own process, as on a GPU. vLLM's CPU build otherwise puts it into
+    another one to pin its threads, and the two then wait for each other by spinning. `VLLM_ENABLE_V1_MULTIPROCESSING=0`
+    satisfies vLLM's check; `AsyncLLM` starts its engine process all the same.
+    """
+    values = {
+        "OMP_NUM_THREADS": str(max(1, spec.num_threads)),
+        "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"],
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if spec.config.tensor_parallel_size == 1:
+        values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return values
+
+
+class VllmStats:
+    """What vLLM knows of itself after each step: its queue, its KV cache, its prefix cache. A stat logger, with the
+    methods of vLLM's `StatLoggerBase`: vLLM gathers statistics only where there is one."""
+
+    def __init__(self, meters: Meters) -> None:
+        self.num_waiting = 0
+        """Number of sequences in the queue after the last step."""
+        self._meters = meters
+        for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS):
+            meters.add(counter, 0)
+
+    def logger(self, _config: Any, _engine_index: int) -> "VllmStats":
+        """The stat logger; the signature is that of vLLM's factories."""
+        return self
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Note the statistics of one step. `scheduler_stats`: vLLM's `SchedulerStats`."""
+        if scheduler_stats is None:
+            return
+        self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        prefixes = scheduler_stats.prefix_cache_stats
+        self._meters.put(table.ROLLOUT_KV_CACHE, scheduler_stats.kv_cache_usage)
+        self._meters.add(table.ROLLOUT_PREFIX_LOOKUPS, prefixes.queries)
+        self._meters.add(table.ROLLOUT_PREFIX_HITS, prefixes.hits)
+
+    def log(self) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+
+# Output of the processes
+
+
+class EngineOutput:
+    """The output of the processes. Lifecycle: `captured` around their start, `tail` at any time from then on."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+        self._reading = threading.Lock()
+        self._pipe = self._onward = -1
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Capture what is printed within the block, and by processes started within it for as long as they live."""
+        with _REDIRECTED:
+            self._pipe, entrance = os.pipe()
+            os.set_blocking(self._pipe, False)
+            _flush()
+            output, self._onward = os.dup(1), os.dup(2)
+            os.dup2(entrance, 1)
+            os.dup2(entrance, 2)
+            os.close(entrance)
+            threading.Thread(target=self._pass_on, name="engine-output", daemon=True).start()
+            try:
+                yield
+            finally:
+                _flush()
+                os.dup2(output, 1)
+                os.dup2(self._onward, 2)
+                os.close(output)
+
+    def tail(self) -> str:
+        """The end of what was printed so far, including everything from a dead process."""
+        self._drain()
+        return bytes(self._kept).decode(errors="replace")
+
+    def _pass_on(self) -> None:
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        while True:
+            poll.poll()
+            if not self._drain():
+                return
+
+    def _drain(self) -> bool:
+        """Take what is in the pipe. False at its end: no process is left that could print."""
+        with self._reading:
+            while self._pipe >= 0:
+                try:
+                    chunk = os.read(self._pipe, TAIL_BYTES)
+                except BlockingIOError:
+                    return True
+                if not chunk:
+                    os.close(self._pipe)
+                    os.close(self._onward)
+                    self._pipe = -1
+                    break
+                self._kept += chunk
+                del self._kept[:-TAIL_BYTES]
+                with suppress(OSError):  # nobody reads it: it is kept all the same
+                    _write(self._onward, chunk)
+            return False
+
+
+def explained(reason: str, output: str, ended: str = "") -> str:
+    """The message for an engine that failed with `reason`: the cause in its output, if it has one, and the output's
+    last lines. `ended`: how its processes did."""
+    lines = [line for line in map(_bare, output.splitlines()) if line]
+    cause = cause_in(lines)
+    if cause is None and not _POINTS_ELSEWHERE.search(reason):
+        return reason
+    told = cause or (f"its process ended: {ended}" if ended else "it ended without saying why")
+    if not lines:
+        return f"{told} ({reason})"
+    return "\n".join([told, "The end of its output:", *(f"  {line}" for line in lines[-SHOWN_LINES:]), reason])
+
+
+def cause_in(lines: list[str]) -> str | None:
+    """The last error raised in these lines that does not point to another one."""
+    raised = [line for line in lines if _RAISED.match(line) and not _POINTS_ELSEWHERE.search(line)]
+    return raised[-1] if raised else None
+
+
+def _bare(line: str) -> str:
+    """The line without the process, the logger, and what underlines a traceback."""
+    text = _LOG.sub("", _ORIGIN.sub("", line)).rstrip(" ^\r")
+    return text if len(text) <= MAX_LINE_CHARS else text[: MAX_LINE_CHARS - 1] + "…"
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()

@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Protocol, cast
 
+from penstock.conf.capabilities import ROLLOUT_ENGINES, names_with
 from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.metering.ray_export import Origin, exported
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.epoch import Epoch
 from penstock.workers.calls.sample_calls import AdapterEngine, SampleCall, SampleOutput
 from penstock.workers.calls.training_calls import AdapterState
@@ -23,13 +24,10 @@ from penstock.workers.lifecycle.concurrent_tasks import run_all
 from penstock.workers.lifecycle.progress import ASLEEP, LOADING, SERVING, Progress
 from penstock.workers.lifecycle.serving import ServingActor
 from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
-from penstock.workers.rollout.factory import make_engine
-from penstock.workers.rollout.metered import MeteredEngine, ThreadedEngine, seconds_per_token
-from penstock.workers.rollout.nonfinite import fault_of
-from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
-from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
-from penstock.workers.weights.transport import Delivery, Info, Part
+from penstock.workers.protocols import Completion, EngineSpec, Publication, RolloutEngine, Sampling
+from penstock.workers.rollout.rollout_engines import EngineMeter, ThreadedEngine, make_engine, seconds_per_token
+from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker, fault_of
+from penstock.workers.weights.engine_calls import Delivery, Info, Part, ReceivingEngine
 
 LOOK_S = 0.05
 """Seconds between two looks at an engine that is to finish."""
@@ -53,6 +51,11 @@ class RolloutSpec:
     """Origin of its measurements; None: they are not exported."""
 
 
+class FullEngine(RolloutEngine, AdapterEngine, ReceivingEngine, ThreadedEngine, Protocol):
+    """An engine with everything that engines may have. Its capabilities say what of it there is; `choose_transport` and
+    `placement/threads.py` ask for nothing else."""
+
+
 class Rollout(ServingActor):
     """Lifecycle: that of every `ServingActor`; `load` concurrently with `run`. With another store the engine stays as
     it is."""
@@ -68,8 +71,8 @@ class Rollout(ServingActor):
         self._calls: dict[str, asyncio.Task[SampleOutput]] = {}
         """Calls of `sample` under way, by their ids."""
         meters = exported(spec.origin) if spec.origin is not None else None
-        self._receiver = make_engine(replace(spec.engine, by_priority=not spec.pulls), meters)
-        self._engine = MeteredEngine(self._receiver, meters) if meters is not None else self._receiver
+        self._engine = cast(FullEngine, make_engine(replace(spec.engine, by_priority=not spec.pulls), meters))
+        self._meter = EngineMeter(self._engine, meters)
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
 
     def _worker(self, greedy: bool) -> RolloutWorker:
@@ -79,7 +82,9 @@ class Rollout(ServingActor):
             1 if greedy else spec.group_size, config.max_concurrent_samples, spec.num_peers,
             frozenset() if greedy else config.truncated_to("drop"), config.max_error_share,
         )  # fmt: skip
-        return RolloutWorker(self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy)
+        return RolloutWorker(
+            self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy, meter=self._meter
+        )
 
     async def start(self, gpus: Sequence[str] = ()) -> None:
         """Start the engine. `gpus`: those to use, where Ray has given them to the ranks that the engine shares them
@@ -87,6 +92,7 @@ class Rollout(ServingActor):
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         await self._engine.start()
+        self._meter.start()
         await super().start()
 
     async def _serve(self, store: StoreClient) -> None:
@@ -126,12 +132,14 @@ class Rollout(ServingActor):
         """Sample `num_samples` responses to each prompt, at the weights that the engine has now. `pictures`: of each
         prompt; none for a run of text."""
         requests = zip(prompts, samplings, pictures or [None] * len(prompts), strict=True)
-        calls = (
-            self._engine.generate(prompt, num_samples, sampling, *(() if seen is None else (seen,)))
-            for prompt, sampling, seen in requests
-        )
         with self._noting_death():
-            return list(await asyncio.gather(*calls))
+            return list(await asyncio.gather(*(self._generate(*request, num_samples) for request in requests)))
+
+    async def _generate(
+        self, prompt: Sequence[int], sampling: Sampling, pictures: PromptPictures | None, num_samples: int
+    ) -> list[Completion]:
+        with self._meter.sampling(num_samples):
+            return await self._engine.generate(prompt, num_samples, sampling, *([] if pictures is None else [pictures]))
 
     async def fault_of(self, prompt_ids: Sequence[int], completion: Completion) -> str:
         """What is wrong with a response to a prompt whose log-probabilities are not finite."""
@@ -155,10 +163,9 @@ class Rollout(ServingActor):
     async def sample(self, adapter: str | None, call: SampleCall, request_id: str) -> SampleOutput:
         """Sample from an adapter; None: from the published weights. Raises as `AdapterEngine` does, and
         `asyncio.CancelledError` when it was aborted, or cancelled by `ray.cancel`."""
-        engine = self._engine if isinstance(self._engine, MeteredEngine) else self._adapting
-        task = self._calls[request_id] = asyncio.create_task(engine.sample(adapter, call))
+        task = self._calls[request_id] = asyncio.create_task(self._adapting.sample(adapter, call))
         try:
-            with self._noting_death():
+            with self._noting_death(), self._meter.sampling(call.num_samples):
                 return await task
         finally:
             task.cancel()
@@ -182,34 +189,30 @@ class Rollout(ServingActor):
 
     @property
     def _adapting(self) -> AdapterEngine:
-        """The engine as one of many adapters, which the hf engine and vLLM's are."""
-        if not hasattr(self._receiver, "add_adapter"):
+        """The engine, if it serves adapters. Raises `ConfigError`."""
+        config = self._spec.engine.config
+        if not config.capabilities.serves_adapters:
+            names = names_with("serves_adapters", ROLLOUT_ENGINES)
             raise ConfigError(
-                f"rollout.engine={self._spec.engine.config.engine}: serves no adapters by name. Set rollout.engine=hf "
-                "or vllm."
+                f"rollout.engine={config.engine}: serves no adapters by name. Set rollout.engine={names}."
             )
-        return cast(AdapterEngine, self._receiver)
+        return self._engine
 
     async def load(self, delivery: Delivery, epoch: int = 0) -> None:
         """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile. Raises `TakenOver`
         for an `epoch` that is older than another's."""
         self._epoch.check(epoch)
-        with self._phases.within(LOADING):
+        with self._phases.within(LOADING), self._meter.loading():
             await self._engine.load(cast(Publication, delivery))  # engines that are not vLLM's are sent nothing else
 
     async def connect(self, init_info: Info) -> None:
         """Connect the engine to the trainer. The trainer's first rank calls it, once, where weights are streamed."""
-        await self._receiving.connect(init_info)
+        await self._engine.connect(init_info)
 
     async def deliver(self, part: Part) -> None:
         """Load a part of a version. The trainer's first rank calls it while `load` runs. Returns when the part is
         loaded."""
-        await self._receiving.deliver(part)
-
-    @property
-    def _receiving(self) -> ReceivingEngine:
-        """The engine as receiver of a stream. Streams are for vLLM engines alone, which `choose_transport` ensures."""
-        return cast(ReceivingEngine, self._receiver)
+        await self._engine.deliver(part)
 
     async def sleep(self) -> None:
         """Leave the device to the trainer."""
@@ -223,16 +226,11 @@ class Rollout(ServingActor):
     async def try_threads(self, counts: Sequence[int], num_groups: int) -> dict[int, float]:
         """Measure how many seconds a token takes, by threads, where so many groups are decoded together."""
         seed = 0 if self._spec.engine.config.sampling.seeded else None
-        return await seconds_per_token(self._threaded, counts, num_groups, self._spec.group_size, seed)
+        return await seconds_per_token(self._engine, counts, num_groups, self._spec.group_size, seed)
 
     async def use_threads(self, num_threads: int) -> None:
         """Compute with this number of threads from now on."""
-        await self._threaded.use_threads(num_threads)
-
-    @property
-    def _threaded(self) -> ThreadedEngine:
-        """The engine with threads that can be changed: vLLM's on a CPU alone, which `placement/threads.py` ensures."""
-        return cast(ThreadedEngine, self._receiver)
+        await self._engine.use_threads(num_threads)
 
     async def version(self) -> int:
         return await self._engine.version()
@@ -248,4 +246,5 @@ class Rollout(ServingActor):
         return self._workers[0].stats() if self._spec.pulls else {}
 
     async def close(self) -> None:
+        await self._meter.close()
         await self._engine.close()

@@ -11,6 +11,7 @@ one has answered it.
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,23 +19,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS
-from penstock.conf.errors import DataError, DeadlineExceeded, EngineFailure, LeaseExpired, PromptRefused, WorkerFailed
+from penstock.conf.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineFailure,
+    LeaseExpired,
+    PromptRefused,
+    WeightError,
+    WorkerFailed,
+)
 from penstock.conf.rollout import RolloutConfig
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import LeaseSuperseded
 from penstock.workers.lifecycle.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.lifecycle.error_share import ErrorShare
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
-from penstock.workers.rollout.nonfinite import fault_of
+from penstock.workers.rollout.rollout_engines import EngineMeter
 from penstock.workers.trajectory import truncated_by
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 BAD_LOGPROBS = "bad_logprobs"
 ERROR_WINDOW = 100
 """Number of samples over which the share of bad ones is taken."""
+NUM_SHOWN = 5
+"""Tokens of a prompt, or names of weights, in a message."""
 Place = tuple[int, int]
 """A lease and a group of it."""
 Written = tuple[int, int]
@@ -84,11 +95,18 @@ class RolloutWorker:
     """Lifecycle: `run` returns when the store is closed; then it may be called with another. `stats` at any time."""
 
     def __init__(
-        self, engine: RolloutEngine, intake: GroupIntake, *, timeout_s: float = 1800.0, greedy: bool = False
+        self,
+        engine: RolloutEngine,
+        intake: GroupIntake,
+        *,
+        timeout_s: float = 1800.0,
+        greedy: bool = False,
+        meter: EngineMeter | None = None,
     ) -> None:
         """`timeout_s`: limit of a group, in seconds. `greedy`: serve the greedy stage instead, one response for all
-        samples of a group."""
+        samples of a group. `meter`: the engine's; None: its work is not measured."""
         self._engine, self._intake, self._timeout_s, self._greedy = engine, intake, timeout_s, greedy
+        self._meter = meter or EngineMeter(engine, None)
         self._errors = ErrorShare(intake.max_error_share, ERROR_WINDOW, "samples", "rollout", EngineFailure)
         self._loop = GroupLoop(GREEDY_STAGE if greedy else STAGE, intake, self._roll, may_be_answered_twice=not greedy)
 
@@ -147,13 +165,37 @@ class RolloutWorker:
         seen = () if pictures is None else (pictures,)
         generation = self._engine.generate(prompt_ids, num_samples, sampling, *seen)
         try:
-            return await asyncio.wait_for(generation, self._timeout_s)
+            with self._meter.sampling(num_samples):
+                return await asyncio.wait_for(generation, self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self._intake.name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) "
                 f"was not done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower "
                 "rollout.sampling.max_tokens."
             ) from None
+
+
+async def fault_of(engine: RolloutEngine, name: str, prompt_ids: Sequence[int], completion: Completion) -> str:
+    """What is wrong with a sample that is not finite, and with the engine's weights. `name`: of the engine. Raises
+    `WorkerDied`."""
+    place = next(index for index, value in enumerate(completion.logprobs) if not math.isfinite(value))
+    shown = ", ".join(map(str, prompt_ids[:NUM_SHOWN])) + (", …" if len(prompt_ids) > NUM_SHOWN else "")
+    return (
+        f"{name}: the log-probability of token {place + 1} of {len(completion.logprobs)} is "
+        f"{completion.logprobs[place]}, at version {completion.versions[place]}, after a prompt of {len(prompt_ids)} "
+        f"tokens ({shown}). {await _weights_text(engine)}"
+    )
+
+
+async def _weights_text(engine: RolloutEngine) -> str:
+    try:
+        names = await engine.nonfinite_weights()
+    except WeightError as error:
+        return f"Whether its weights are finite is not known: {error}"
+    if not names:
+        return "Its weights are all finite: the cause is in what the engine computes."
+    more = ", …" if len(names) > NUM_SHOWN else ""
+    return f"{len(names)} of its weights are not finite: {', '.join(names[:NUM_SHOWN])}{more}."
 
 
 def prompt_pictures(rows: Rows) -> PromptPictures | None:

@@ -22,7 +22,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from penstock.workers.rollout.vllm_extensions import WorkerCalls
+from penstock.workers.weights.vllm.backends import WorkerCalls
 
 
 class AdaptedHead:

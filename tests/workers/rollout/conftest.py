@@ -14,7 +14,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import AdapterLimits, EngineSpec, Publication
-from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.rollout_engines import make_engine
 from penstock.workers.weights.publication.adapter import tensor_name
 from tests.publications import write_publication
 

@@ -20,8 +20,8 @@ from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, PictureProcessor
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_hf import sampling_logprobs
-from penstock.workers.rollout.factory import make_engine
-from penstock.workers.trainer.models.pictures import Sight
+from penstock.workers.rollout.rollout_engines import make_engine
+from penstock.workers.trainer.models.vision import PictureCache
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from tests.publications import write_publication
@@ -225,7 +225,7 @@ def trainer_of(eyes: Eyes, **options: Any) -> Iterator[PolicyTrainer]:
     """A trainer of the tiny model, which sees."""
     trainer = PolicyTrainer(TrainerConfig(**options, optimizer=OptimizerConfig(lr=1e-2)), str(eyes.path))
     try:
-        trainer.see(Sight(eyes.processor, trainer.model.lm.config))
+        trainer.attach_vision(PictureCache(eyes.processor, trainer.model.lm.config))
         trainer.check_scores()
         yield trainer
     finally:

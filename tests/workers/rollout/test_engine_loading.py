@@ -13,7 +13,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Completion, EngineSpec, Sampling
-from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.rollout_engines import make_engine
 from tests.publications import write_publication
 
 PROMPT = [20, 14, 21, 32, 50, 9, 33]

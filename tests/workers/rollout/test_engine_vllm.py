@@ -32,8 +32,13 @@ from penstock.workers.gateway.formats.forced import ANY, forced_call
 from penstock.workers.gateway.formats.readers import READERS
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.detokenizer import Detokenizer
-from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.rollout.vllm_conversion import completion_of, engine_arguments, vllm_environment
+from penstock.workers.rollout.engine_vllm import (
+    VllmEngine,
+    VllmStats,
+    completion_of,
+    engine_arguments,
+    vllm_environment,
+)
 from penstock.workers.routed_experts import RoutingShape
 from tests.metering.measured import measured
 from tests.publications import write_publication
@@ -311,8 +316,6 @@ def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None
 
 def test_what_vllm_says_of_a_step_is_noted() -> None:
     from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-
-    from penstock.workers.rollout.vllm_extensions import VllmStats
 
     meters = Meters()
     stats = VllmStats(meters)

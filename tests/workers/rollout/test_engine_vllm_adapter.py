@@ -17,8 +17,8 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
-from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
-from penstock.workers.rollout.vllm_conversion import adapter_arguments
+from penstock.workers.rollout.engine_vllm import adapter_arguments
+from penstock.workers.rollout.engine_vllm_adapters import VllmAdapterEngine
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import adapted_layers, layout_of, tensor_name
 from tests.mixtures import build_mixture
@@ -196,7 +196,7 @@ def test_layers_that_vllm_serves_no_adapter_for_are_refused_at_the_start(tiny_mo
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (65, 128), (512, 512)])
 def test_vllm_makes_room_for_the_next_larger_rank(rank: int, room: int) -> None:
-    assert adapter_arguments(LoraConfig(rank=rank, publish="adapter"))["max_lora_rank"] == room
+    assert adapter_arguments(rank, 1)["max_lora_rank"] == room
 
 
 # With a real engine and a trainer

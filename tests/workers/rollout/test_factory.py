@@ -10,7 +10,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
-from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.rollout_engines import make_engine
 
 LORA = LoraConfig(rank=8, publish="adapter")
 
@@ -31,7 +31,8 @@ def test_an_unknown_engine_is_named_with_the_nearest() -> None:
 def test_making_an_engine_imports_neither_vllm_nor_torch(name: str, adapter: LoraConfig | None) -> None:
     program = (
         "import sys; from penstock.conf.rollout import RolloutConfig; from penstock.conf.trainer import LoraConfig; "
-        "from penstock.workers.protocols import EngineSpec; from penstock.workers.rollout.factory import make_engine; "
+        "from penstock.workers.protocols import EngineSpec; "
+        "from penstock.workers.rollout.rollout_engines import make_engine; "
         f"make_engine(EngineSpec(RolloutConfig(engine={name!r}), adapter={adapter!r})); "
         "assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
     )

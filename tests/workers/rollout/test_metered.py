@@ -4,13 +4,20 @@ when numbers of threads are tried."""
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from penstock.metering.meters import Meters
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, Publication, RolloutEngine, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
-from penstock.workers.rollout.metered import MOST_SAMPLES, NUM_TOKENS, NUM_TRIES, MeteredEngine, seconds_per_token
+from penstock.workers.rollout.rollout_engines import (
+    MOST_SAMPLES,
+    NUM_TOKENS,
+    NUM_TRIES,
+    EngineMeter,
+    seconds_per_token,
+)
 from tests.metering.measured import measured
 from tests.virtual_time import run_virtually
 
@@ -18,9 +25,15 @@ from tests.virtual_time import run_virtually
 def test_tokens_and_sequences_are_seen_while_they_are_sampled() -> None:
     async def scenario() -> None:
         meters = Meters()
-        engine = MeteredEngine(ScriptedEngine(TimeModel(tokens_per_s=10)), meters)
-        await engine.start()
-        group = asyncio.create_task(engine.generate([1, 2], 3, Sampling(max_tokens=50)))
+        engine = ScriptedEngine(TimeModel(tokens_per_s=10))
+        meter = EngineMeter(engine, meters)
+        meter.start()
+
+        async def generate() -> list[Completion]:
+            with meter.sampling(3):
+                return await engine.generate([1, 2], 3, Sampling(max_tokens=50))
+
+        group = asyncio.create_task(generate())
         await asyncio.sleep(2.5)
         half = measured(meters)
         assert half["rollout_tokens_total"] == 3 * 20, "as of two seconds, when it was looked at last"
@@ -33,20 +46,19 @@ def test_tokens_and_sequences_are_seen_while_they_are_sampled() -> None:
         assert whole["rollout_tokens_total"] == 150
         assert whole["rollout_samples_total"] == 3
         assert whole["rollout_running_sequences"] == 0
-        await engine.close()
+        await meter.close()
 
     run_virtually(scenario())
 
 
 def test_a_load_is_measured_and_one_that_fails_is_not() -> None:
     async def scenario() -> None:
-        meters = Meters()
-        inner = ScriptedEngine()
-        engine = MeteredEngine(inner, meters)
-        await engine.load(Publication("", 3))
-        assert await engine.version() == 3
-        await inner.close()
-        with pytest.raises(Exception, match="closed"):
+        meters, engine = Meters(), ScriptedEngine()
+        meter = EngineMeter(engine, meters)
+        with meter.loading():
+            await engine.load(Publication("", 3))
+        await engine.close()
+        with pytest.raises(Exception, match="closed"), meter.loading():
             await engine.load(Publication("", 4))
         assert measured(meters)["rollout_weight_load_seconds_count"] == 1
 
@@ -54,12 +66,12 @@ def test_a_load_is_measured_and_one_that_fails_is_not() -> None:
 
 
 def test_work_that_was_given_up_takes_nothing_back() -> None:
-    meters = Meters()
-    engine = MeteredEngine(ScriptedEngine(), meters)
+    meters, engine = Meters(), SimpleNamespace()
+    meter = EngineMeter(cast(RolloutEngine, engine), meters)
     for num_tokens in (10, 4, 9):
         sampled = SimpleNamespace(num_tokens=num_tokens, num_in_flight=5, num_waiting=2)
-        engine.engine = SimpleNamespace(sampled=lambda sampled=sampled: sampled)
-        engine.look()
+        engine.sampled = lambda sampled=sampled: sampled
+        meter.note()
     found = measured(meters)
     assert found["rollout_tokens_total"] == 10 + 0 + 5
     assert (found["rollout_running_sequences"], found["rollout_waiting_sequences"]) == (3, 2)

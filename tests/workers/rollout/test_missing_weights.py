@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from penstock.conf.errors import ModelError
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import EngineSpec
-from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.rollout_engines import make_engine
 
 
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.real)])

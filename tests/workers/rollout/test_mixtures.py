@@ -14,9 +14,9 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, EngineSpec, RolloutEngine, Sampling
-from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.rollout_engines import make_engine
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.trainer_side import TrainerSide, make_transport
+from penstock.workers.weights.weight_senders import SendingRank, StreamTransport
 from tests.mixtures import build_mixture
 
 PROMPT = [5, 6, 7, 20, 30]
@@ -96,5 +96,5 @@ def test_an_export_has_the_tensors_of_its_origin_and_loads(tmp_path: Path, kind:
 def test_a_transport_that_sends_shards_as_they_are_refuses_experts(tmp_path: Path) -> None:
     trainer = PolicyTrainer(TrainerConfig(), build_mixture("qwen3_moe", tmp_path))
     with pytest.raises(ConfigError, match=r"weights\.transport=nccl_m2n sends .*gate_up_proj.*0\.gate_proj\.weight"):
-        make_transport("nccl_m2n", TrainerSide.of(trainer), directory=str(tmp_path), bucket_mib=1, timeout_s=1.0)
+        StreamTransport("nccl_m2n", SendingRank.of(trainer), bucket_mib=1, timeout_s=1.0)
     trainer.close()

@@ -19,7 +19,7 @@ from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import opened
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.trainer.models.pictures import Sight
+from penstock.workers.trainer.models.vision import PictureCache
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trajectory import Trajectory, row_columns
 from tests.vision_models import picture
@@ -176,7 +176,7 @@ def test_vllm_expands_tokens_again_where_it_is_left_to_process(served: Served, e
     images = {"image": [opened(picture) for picture in pictures.encoded]}
 
     async def asked() -> int:
-        from penstock.workers.rollout.vllm_conversion import sampling_params
+        from penstock.workers.rollout.engine_vllm import sampling_params
 
         request = {"prompt_token_ids": prompt, "multi_modal_data": images}
         async for output in served.engine.llm.generate(request, sampling_params(1, DRAWN), request_id="twice"):
@@ -225,7 +225,7 @@ def test_turns_with_new_pictures_are_trained_as_they_were_sampled(served: Served
     lost = rows.with_column("seen_ranges", [np.where(np.arange(len(kept)) == 2, 0, kept), none])
     trainer = PolicyTrainer(TrainerConfig(), str(eyes.path))
     try:
-        trainer.see(Sight(eyes.processor, trainer.model.lm.config))
+        trainer.attach_vision(PictureCache(eyes.processor, trainer.model.lm.config))
         reported = np.concatenate(columns["behavior_logprobs"])
         right, wrong = (np.abs(np.concatenate(trainer.logprobs(one)) - reported).mean() for one in (rows, lost))
     finally:

@@ -12,7 +12,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
-from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.rollout_engines import make_engine
 from tests.publications import write_publication
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]

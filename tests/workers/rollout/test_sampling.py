@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.conf.rollout import HIGHEST_TEMPERATURE
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_hf import choose_tokens, draw_uniforms, sampling_logprobs
-from penstock.workers.rollout.vllm_conversion import outputs_of, sampling_params
+from penstock.workers.rollout.engine_vllm import outputs_of, sampling_params
 from tests.amounts import amount
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()

@@ -16,8 +16,8 @@ from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
 from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
 from penstock.workers.rollout import rollout_actor as rollout_actor
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
-from penstock.workers.rollout.metered import MeteredEngine
 from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
+from penstock.workers.rollout.rollout_engines import EngineMeter
 from tests.metering.measured import measured
 from tests.workers.rollout.adapter_states import adapter_state
 
@@ -51,9 +51,9 @@ class Endless:
         raise WorkerDied("the engine is gone")
 
 
-def rollout(engine: object) -> Rollout:
+def rollout(engine: object, name: str = "hf") -> Rollout:
     with patch.object(rollout_actor, "make_engine", lambda *_, **__: engine):
-        return Rollout(RolloutSpec("Rollout-0", EngineSpec(RolloutConfig(engine="hf")), 0, 2, pulls=False))
+        return Rollout(RolloutSpec("Rollout-0", EngineSpec(RolloutConfig(engine=name)), 0, 2, pulls=False))
 
 
 def test_an_aborted_call_ends_and_no_other_does() -> None:
@@ -94,8 +94,9 @@ def test_samples_of_adapters_are_counted() -> None:
         async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
             return SampleOutput([])
 
-    meters = Meters()
-    asyncio.run(MeteredEngine(cast(RolloutEngine, Ready()), meters).sample("a", SampleCall([1], 3, Sampling(seed=1))))
+    meters, actor = Meters(), rollout(Ready())
+    actor._meter = EngineMeter(cast(RolloutEngine, Ready()), meters)
+    asyncio.run(actor.sample("a", SampleCall([1], 3, Sampling(seed=1)), "x"))
     assert measured(meters)["rollout_samples_total"] == 3
 
 
@@ -111,8 +112,8 @@ def test_adapters_come_and_go_by_name() -> None:
 
 
 def test_an_engine_without_adapters_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"serves no adapters by name\. Set rollout\.engine=hf"):
-        asyncio.run(rollout(ScriptedEngine()).add_adapter("a", STATE))
+    with pytest.raises(ConfigError, match=r"serves no adapters by name\. Set rollout\.engine=vllm or hf"):
+        asyncio.run(rollout(ScriptedEngine(), "scripted").add_adapter("a", STATE))
 
 
 @pytest.mark.real

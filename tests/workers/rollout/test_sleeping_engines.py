@@ -13,8 +13,7 @@ from penstock.conf.errors import WeightError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
-from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.rollout.vllm_conversion import discards_weights
+from penstock.workers.rollout.engine_vllm import VllmEngine, discards_weights
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import FakeLLM, fail
 

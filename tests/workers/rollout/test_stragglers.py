@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.ledger.residents import ENOUGH
 from penstock.store.service.store import Store
 from penstock.workers.protocols import Sampling

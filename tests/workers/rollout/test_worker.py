@@ -10,7 +10,7 @@ import pytest
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.conf.errors import DataError, DeadlineExceeded, EngineFailure, PromptRefused, WorkerDied, WorkerFailed
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.workers.pictures.placeholders import PromptPictures

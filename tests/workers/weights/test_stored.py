@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from penstock.conf.errors import ModelError
-from penstock.workers.weights.stored import check_model
+from penstock.workers.weights.checkpoint_form import check_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -83,8 +83,7 @@ def adapted_layers(model_path: str, config: LoraConfig, *, serves_mixtures: bool
     """Shapes `(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights.
     `serves_mixtures`: whether the engine has kernels for experts beside adapters. Raises as `targets_of` does, and for
     a mixture where it has none."""
-    from penstock.workers.weights.checkpoint_form import stacked_experts
-    from penstock.workers.weights.stored import empty_model
+    from penstock.workers.weights.checkpoint_form import empty_model, stacked_experts
 
     lm = empty_model(model_path)
     if not serves_mixtures and stacked_experts(lm):

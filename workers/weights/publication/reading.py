@@ -106,15 +106,15 @@ class MappedWeights:
     Mapping and lock end when this object and the last tensor taken from it are gone. Until then no writer takes the
     file for another version. Writing into the views changes this process's copy only.
 
-        mapped = MappedWeights(open_publication(publication))
+        mapped = MappedWeights(publication)
         mapped.verify()
         model.load_state_dict(dict(mapped.tensors()))
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        """Map the file and lock it. Raises `WeightError` when the publication has been reclaimed since its manifest was
-        read."""
-        self.manifest = manifest
+    def __init__(self, publication: Publication) -> None:
+        """Map the file and lock it. Raises `WeightError` as `open_publication` does, and when the publication is
+        reclaimed meanwhile."""
+        manifest = self.manifest = open_publication(publication)
         try:
             with manifest.file.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -168,11 +168,6 @@ class MappedWeights:
         time."""
         for name in sorted(self.manifest.layout.by_name):
             yield name, self.tensor(name)
-
-
-def mapped_publication(publication: Publication) -> MappedWeights:
-    """The file of a publication, mapped and locked. Raises `WeightError`."""
-    return MappedWeights(open_publication(publication))
 
 
 def num_checking_threads(num_bytes: int) -> int:

@@ -1,5 +1,5 @@
-"""Weight-transfer backends of vLLM: how its worker processes take weights, the receiving side of `RolloutEngine.load`.
-vLLM makes one of them in each worker process (one a tensor-parallel rank).
+"""What runs in vLLM's worker processes (one a tensor-parallel rank): weight-transfer backends, which are the receiving
+side of `RolloutEngine.load`, and calls that the processes answer (`WorkerCalls`).
 
 `ShmTransferEngine` loads a publication. While the engine generates on, `init_transfer_engine` has the file mapped and
 its page tables filled; once generation is paused, `start_weight_update`, `update_weights` and `finish_weight_update`
@@ -10,17 +10,18 @@ changed.
 `PickledIpcEngine` is vLLM's own `ipc`, which gets handles in a form that reaches its process. Handles of GPU memory
 contain classes. vLLM passes such things to its engine process only with `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, which
 makes it unpickle data from any source, and which both processes must have for as long as they live. So the trainer
-pickles the handles (`streaming/senders.py`) and they are unpickled here, in the worker that opens them: one field, from
+pickles the handles (`weight_senders.py`) and they are unpickled here, in the worker that opens them: one field, from
 the run's own trainer, and nothing else.
 """
 
 import pickle
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import set_num_threads
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -29,7 +30,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.checkpoint_form import nonfinite_weights
+from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.vllm.plugin import PICKLED
 
 
@@ -66,7 +68,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the file and fill its page tables in a thread, so that the engine generates on. vLLM has no other call
         that announces a version before it is loaded."""
-        mapped = MappedWeights(open_publication(Publication(init_info.directory, init_info.version)))
+        mapped = MappedWeights(Publication(init_info.directory, init_info.version))
         thread = threading.Thread(target=mapped.populate, name="populate-publication", daemon=True)
         self._prepared = (mapped, thread)
         thread.start()
@@ -116,7 +118,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             manifest = mapped.manifest
             if (str(manifest.directory), manifest.version) == (update_info.directory, update_info.version):
                 return mapped
-        return MappedWeights(open_publication(Publication(update_info.directory, update_info.version)))
+        return MappedWeights(Publication(update_info.directory, update_info.version))
 
     def finish_weight_update(self) -> None:
         pass
@@ -134,6 +136,25 @@ class PickledIpcEngine(IPCWeightTransferEngine):
         if PICKLED in update_dict:
             others["ipc_handles"] = pickle.loads(update_dict[PICKLED])
         return super().parse_update_info(others)
+
+
+class WorkerCalls:
+    """The extension of vLLM's workers (`worker_extension_cls`): calls that an engine's worker processes answer.
+
+    vLLM's CPU worker takes `torch.set_num_threads` away from its process once it binds threads. It imports this module
+    before, and Penstock's engines bind none.
+    """
+
+    get_model: Callable[[], Any]
+    """vLLM's own method."""
+
+    def nonfinite_weights(self) -> list[str]:
+        """Names of weights that are not finite numbers."""
+        return nonfinite_weights(self.get_model())
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with this number of threads from the next decode step on."""
+        set_num_threads(num_threads)
 
 
 def wait_for_device() -> None:

@@ -16,7 +16,7 @@ from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.reports import Reporter
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights
 
 TOKEN = bytes(range(32))
 SERVICE = 1
@@ -119,7 +119,7 @@ class Cluster:
         """Every receiver can load the version, bit for bit."""
         for node in self.receivers if nodes is None else nodes:
             publication = self.relays[node].wait(version, 20)
-            mapped = MappedWeights(open_publication(publication))
+            mapped = MappedWeights(publication)
             mapped.verify()
             for name, values in self._values(version).items():
                 assert torch.equal(mapped.tensor(name), values.bfloat16())

@@ -18,7 +18,7 @@ from penstock.workers.weights.publication.adapter import (
     tensor_name,
 )
 from penstock.workers.weights.publication.layout import compute_layout
-from penstock.workers.weights.publication.reading import Manifest, MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import Manifest, MappedWeights
 from tests.publications import write_publication
 
 CONFIG = LoraConfig(rank=2, alpha=6, publish="adapter")
@@ -62,7 +62,7 @@ def test_what_is_no_adapter_of_that_rank_is_refused(manifest: Manifest, message:
 def test_a_weight_changes_by_the_scaled_product(tmp_path: Path) -> None:
     a, b = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 2.0]])
     publication = write_publication(tmp_path, 1, [(tensor_name(LAYER, "A"), a), (tensor_name(LAYER, "B"), b)])
-    ((layer, delta),) = deltas(MappedWeights(open_publication(publication)), CONFIG)
+    ((layer, delta),) = deltas(MappedWeights(publication), CONFIG)
     assert layer == LAYER
     assert torch.equal(delta, 3.0 * torch.tensor([[1.0, 1.0, 3.0], [0.0, 2.0, 2.0]]))
 

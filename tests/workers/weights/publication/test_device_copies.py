@@ -12,7 +12,7 @@ from penstock.workers.weights.publication import device_copies, publication
 from penstock.workers.weights.publication.device_copies import ALIGNMENT, DeviceCopies, Part
 from penstock.workers.weights.publication.layout import ElementRange, Outlet, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, seal
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights
 from tests.publications import write_publication, write_rows
 
 TENSORS = {"a": torch.arange(-500.0, 500.0) / 3, "b": torch.randn(7, 5), "scalar": torch.tensor(0.1)}
@@ -106,6 +106,6 @@ def test_a_publication_through_buffers_is_the_one_without(
         write_rows(writer, name, 0, tensor)
     assert writer.finish() == sorted(told, key=lambda entry: list(TENSORS).index(entry.name) * 10**6 + entry[1])
     buffered = seal(tmp_path / "buffered", 1, layout)
-    MappedWeights(open_publication(buffered)).verify()
+    MappedWeights(buffered).verify()
     files = [Path(one.directory) / "model.safetensors" for one in (plain, buffered)]
     assert files[0].read_bytes() == files[1].read_bytes()

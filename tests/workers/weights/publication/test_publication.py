@@ -54,14 +54,14 @@ def test_the_file_is_what_the_library_would_have_written(tmp_path: Path) -> None
 
 
 def test_mapped_tensors_equal_those_written(tmp_path: Path) -> None:
-    mapped = MappedWeights(open_publication(write_publication(tmp_path, 1, TENSORS.items())))
+    mapped = MappedWeights(write_publication(tmp_path, 1, TENSORS.items()))
     mapped.verify()
     for name, tensor in mapped.tensors():
         torch.testing.assert_close(tensor, TENSORS[name], rtol=0, atol=0)
 
 
 def test_tensors_are_cast_to_the_dtype_of_the_layout(tmp_path: Path) -> None:
-    mapped = MappedWeights(open_publication(write_publication(tmp_path, 1, TENSORS.items(), dtype="bfloat16")))
+    mapped = MappedWeights(write_publication(tmp_path, 1, TENSORS.items(), dtype="bfloat16"))
     assert torch.equal(mapped.tensor("model.layers.0.bias"), TENSORS["model.layers.0.bias"].bfloat16())
 
 
@@ -81,7 +81,7 @@ def test_ranks_writing_their_rows_make_the_same_file_as_one(tmp_path: Path, num_
     publication = seal(tmp_path, 2, layout, num_ranks)
     alone = write_publication(tmp_path / "alone", 2, TENSORS.items())
     assert weights_file(publication).read_bytes() == weights_file(alone).read_bytes()
-    MappedWeights(open_publication(publication)).verify()
+    MappedWeights(publication).verify()
     assert sorted(os.listdir(publication.directory)) == ["manifest.json", "model.safetensors"]
 
 
@@ -97,7 +97,7 @@ def test_flat_pieces_in_any_cut_make_the_same_file_as_whole_tensors(tmp_path: Pa
     publication = seal(tmp_path, 2, layout, 3)
     alone = write_publication(tmp_path / "alone", 2, TENSORS.items())
     assert weights_file(publication).read_bytes() == weights_file(alone).read_bytes()
-    MappedWeights(open_publication(publication)).verify()
+    MappedWeights(publication).verify()
 
 
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
         write_rows(writer, name, 0, tensor)
     assert max(entry.num_elements for entry in writer.finish()) == 9
     publication = seal(tmp_path, 1, layout_of())
-    MappedWeights(open_publication(publication)).verify()
+    MappedWeights(publication).verify()
     assert weights_file(publication).read_bytes() == safetensors.torch.save(TENSORS, metadata={"format": "pt"})
 
 
@@ -153,7 +153,7 @@ def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
         open_publication(Publication(str(writer.path), 1))
     writer.finish()
     again = write_publication(tmp_path, 1, [(name, tensor + 1) for name, tensor in TENSORS.items()])
-    mapped = MappedWeights(open_publication(again))
+    mapped = MappedWeights(again)
     mapped.verify()
     assert torch.equal(mapped.tensor("model.layers.0.bias"), TENSORS["model.layers.0.bias"] + 1)
 
@@ -161,7 +161,7 @@ def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_and_its_tensor_named(tmp_path: Path) -> None:
     publication = write_publication(tmp_path, 1, TENSORS.items())
     flip_byte(weights_file(publication), layout_of().place("model.layers.0.bias").offset + 5)
-    mapped = MappedWeights(open_publication(publication))
+    mapped = MappedWeights(publication)
     with pytest.raises(WeightError, match=r"model\.safetensors: tensor 'model\.layers\.0\.bias', elements 0 to 2"):
         mapped.verify()
 
@@ -173,9 +173,9 @@ def test_every_single_bit_of_the_file_matters(tmp_path: Path) -> None:
     for position in range(0, len(intact), 7):
         flip_byte(path, position)
         with pytest.raises(WeightError):
-            MappedWeights(open_publication(publication)).verify()
+            MappedWeights(publication).verify()
         path.write_bytes(intact)
-    MappedWeights(open_publication(publication)).verify()
+    MappedWeights(publication).verify()
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
@@ -229,12 +229,12 @@ def test_reclaiming_keeps_the_newest(tmp_path: Path) -> None:
     newest = newest_publication(tmp_path)
     assert newest is not None
     assert newest.version == 12
-    MappedWeights(open_publication(newest)).verify()
+    MappedWeights(newest).verify()
 
 
 def test_a_mapping_outlives_its_publication(tmp_path: Path) -> None:
     publication = write_publication(tmp_path, 1, TENSORS.items())
-    mapped = MappedWeights(open_publication(publication))
+    mapped = MappedWeights(publication)
     reclaim(tmp_path, keep=0)
     mapped.verify()
     assert torch.equal(mapped.tensor("model.layers.0.bias"), TENSORS["model.layers.0.bias"])
@@ -255,7 +255,7 @@ def test_several_threads_check_a_large_file_and_name_the_first_fault(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     assert reading.num_checking_threads(2**40) == reading.MOST_THREADS
     publication = write_publication(tmp_path, 1, TENSORS.items())
-    mapped = MappedWeights(open_publication(publication))
+    mapped = MappedWeights(publication)
     mapped.verify()
     first, *_, last = mapped.manifest.ranges
     for entry in (last, first):

@@ -17,6 +17,7 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.publication import reading
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
@@ -39,7 +40,7 @@ def publish(root: Path, version: int, elements: int = ELEMENTS) -> Publication:
 
 def check(publication: Publication | None) -> None:
     assert publication is not None
-    mapped = MappedWeights(open_publication(publication))
+    mapped = MappedWeights(publication)
     mapped.verify()
     for _, tensor in mapped.tensors():
         assert torch.all(tensor == publication.version)
@@ -72,7 +73,7 @@ def test_a_file_of_another_size_is_taken_all_the_same(tmp_path: Path) -> None:
 
 def test_a_publication_that_is_being_loaded_is_not_written_over(tmp_path: Path) -> None:
     slow = publish(tmp_path, 1)
-    loading = MappedWeights(open_publication(slow))
+    loading = MappedWeights(slow)
     for version in range(2, 6):
         check(publish(tmp_path, version))
         reclaim(tmp_path, keep=2)
@@ -82,7 +83,7 @@ def test_a_publication_that_is_being_loaded_is_not_written_over(tmp_path: Path) 
 
 
 def test_a_tensor_alone_keeps_its_file_from_being_taken(tmp_path: Path) -> None:
-    tensor = MappedWeights(open_publication(publish(tmp_path, 1))).tensor("a")
+    tensor = MappedWeights(publish(tmp_path, 1)).tensor("a")
     for version in range(2, 5):
         publish(tmp_path, version)
     assert torch.all(tensor == 1)
@@ -91,32 +92,36 @@ def test_a_tensor_alone_keeps_its_file_from_being_taken(tmp_path: Path) -> None:
 def test_a_file_is_free_again_when_its_reader_has_let_go(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
     expected = inode(first)
-    MappedWeights(open_publication(first)).verify()
+    MappedWeights(first).verify()
     publish(tmp_path, 2)
     assert inode(publish(tmp_path, 3)) == expected
 
 
-def test_a_manifest_read_before_its_file_was_taken_maps_nothing(tmp_path: Path) -> None:
-    manifest = open_publication(publish(tmp_path, 1))
+def test_a_manifest_read_before_its_file_was_taken_maps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication = publish(tmp_path, 1)
+    manifest = open_publication(publication)
     for version in (2, 3):
         publish(tmp_path, version)
+    monkeypatch.setattr(reading, "open_publication", lambda _: manifest)
     with pytest.raises(WeightError, match=r"never completed|was reclaimed"):
-        MappedWeights(manifest)
+        MappedWeights(publication)
 
 
 def test_a_version_republished_while_it_is_loaded_gets_another_file(tmp_path: Path) -> None:
     publication = publish(tmp_path, 1)
-    loading = MappedWeights(open_publication(publication))
+    loading = MappedWeights(publication)
     again = write_publication(tmp_path, 1, [(name, torch.full((ELEMENTS,), 9.0)) for name in ("a", "b")])
     assert torch.all(loading.tensor("a") == 1)
-    assert torch.all(MappedWeights(open_publication(again)).tensor("a") == 9)
+    assert torch.all(MappedWeights(again).tensor("a") == 9)
 
 
 READER = """
 import sys, time
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
-mapped = MappedWeights(open_publication(Publication(sys.argv[1], 1)))
+from penstock.workers.weights.publication.reading import MappedWeights
+mapped = MappedWeights(Publication(sys.argv[1], 1))
 print("mapped", flush=True)
 time.sleep(60)
 """
@@ -228,12 +233,12 @@ def refused(version, megabytes):
     else:
         raise SystemExit(f"{megabytes} MB fitted")
     newest = newest_publication(sys.argv[1])
-    mapped = MappedWeights(open_publication(newest))
+    mapped = MappedWeights(newest)
     mapped.verify()
     assert torch.all(mapped.tensor("w") == newest.version)
 
 first = publish(1, 3)
-reader = MappedWeights(open_publication(first))
+reader = MappedWeights(first)
 publish(2, 3)
 refused(3, 3)  # a third file, while the first is being read
 del reader

@@ -11,9 +11,9 @@ import torch
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.trainer_side import make_transport
-from penstock.workers.weights.transport import Part
-from tests.publications import write_publication
+from penstock.workers.weights.engine_calls import Part
+from penstock.workers.weights.weight_senders import StreamTransport
+from tests.publications import SharedMemoryTransport
 from tests.workers.weights.streaming.host_memory import (
     BUCKET_MIB,
     HostTorch,
@@ -64,8 +64,9 @@ def make_side(host_memory: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         tensors, wire, part_bytes = weights(), Wire(engines), []
         monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", wire.sender)
         monkeypatch.setattr(nccl_engine, "worker_init_process_group", wire.receiver)
-        rank = lone_rank(tensors, lambda root, version: write_publication(root, version, tensors.items(), "bfloat16"))
-        transport = make_transport(name, rank, directory=str(tmp_path), bucket_mib=BUCKET_MIB, timeout_s=timeout_s)
+        transport: StreamTransport | SharedMemoryTransport = SharedMemoryTransport(tmp_path, tensors.items, "bfloat16")
+        if name != "shm":
+            transport = StreamTransport(name, lone_rank(tensors), bucket_mib=BUCKET_MIB, timeout_s=timeout_s)
         models = [Model() for _ in range(engines)]
         made = []
         for model in models:

@@ -14,9 +14,7 @@ import torch
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.streaming.senders import StreamTransport
-from penstock.workers.weights.streaming.weight_stream import WeightStream
-from penstock.workers.weights.trainer_side import TrainerSide, make_transport
+from penstock.workers.weights.weight_senders import SendingRank, StreamTransport, WeightStream
 
 SHAPES = {"embed": (7, 3), "bias": (5,), "scale": (), "one_row": (1, 4), "steps": (3,)}
 CUTS = {"embed": 10, "bias": 3, "scale": 1, "one_row": 4, "steps": 3}
@@ -59,12 +57,10 @@ def run(rank: int, num_ranks: int, address: str, directory: Path) -> None:
     stream = WeightStream(lambda: pieces(rank, num_ranks), "bfloat16", device, ranks.gather_ranks)
     torch.save(dict(stream), directory / f"gathered.{rank}.pt")
 
-    side = TrainerSide(
-        rank, num_ranks, device, lambda *_: None, lambda: pieces(rank, num_ranks), ranks.gather_ranks,
-        torch.nn.Module(), "bfloat16",
+    side = SendingRank(
+        rank, num_ranks, device, lambda: pieces(rank, num_ranks), ranks.gather_ranks, torch.nn.Module(), "bfloat16",
     )  # fmt: skip
-    transport = make_transport("nccl", side, directory="", bucket_mib=1, timeout_s=60.0)
-    assert isinstance(transport, StreamTransport)
+    transport = StreamTransport("nccl", side, bucket_mib=1, timeout_s=60.0)
     if rank == 0:
         transport.trainer_init = lambda info, *, client, source: Sender(source)
     transport.connect(SimpleNamespace(num_engines=1, workers_per_engine=1), "127.0.0.1:1")

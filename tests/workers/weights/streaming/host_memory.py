@@ -15,10 +15,10 @@ import torch
 
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
+from penstock.workers.weights.engine_calls import LoopEngines
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
-from penstock.workers.weights.streaming.engine_calls import LoopEngines
-from penstock.workers.weights.trainer_side import TrainerSide
+from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.weight_senders import SendingRank
 from tests.workers.rollout.fake_llm import Action, FakeLLM
 
 BUCKET_MIB = 1
@@ -112,7 +112,7 @@ class ShmWorker:
         """Word of the publication that comes next."""
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        mapped = MappedWeights(open_publication(Publication(info["directory"], info["version"])))
+        mapped = MappedWeights(Publication(info["directory"], info["version"]))
         assert mapped.inode == info["verified_inode"]
         self.model.load_weights(mapped.tensors())
 
@@ -192,9 +192,7 @@ def pieces_of(tensors: dict[str, torch.Tensor]) -> Callable[[], Iterator[Piece]]
     return lambda: (Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1)) for name, tensor in tensors.items())
 
 
-def lone_rank(
-    tensors: dict[str, torch.Tensor], publish: Callable[[str, int], Publication] = lambda *_: Publication("", 0)
-) -> TrainerSide:
-    return TrainerSide(
-        0, 1, torch.device("cpu"), publish, pieces_of(tensors), lambda value: [value], torch.nn.Module(), "bfloat16"
+def lone_rank(tensors: dict[str, torch.Tensor]) -> SendingRank:
+    return SendingRank(
+        0, 1, torch.device("cpu"), pieces_of(tensors), lambda value: [value], torch.nn.Module(), "bfloat16"
     )

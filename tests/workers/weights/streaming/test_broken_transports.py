@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WeightError
-from penstock.workers.weights.transport import Part, StreamedVersion
+from penstock.workers.weights.engine_calls import Part, StreamedVersion
 from tests.workers.rollout.fake_llm import fail, hang, is_serving
 from tests.workers.weights.streaming.host_memory import STREAMS, TRANSPORTS, Side
 

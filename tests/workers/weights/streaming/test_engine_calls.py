@@ -6,8 +6,7 @@ import pytest
 import ray
 
 from penstock.conf.errors import WeightError, WorkerDied
-from penstock.workers.weights.streaming.engine_calls import ActorEngines
-from penstock.workers.weights.transport import Info, Part
+from penstock.workers.weights.engine_calls import ActorEngines, Info, Part
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("cluster")]
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, ResourceError, WeightError
-from penstock.workers.weights.streaming.senders import StreamTransport
-from penstock.workers.weights.trainer_side import make_transport
-from penstock.workers.weights.transport import Part
+from penstock.workers.weights.engine_calls import Part
+from penstock.workers.weights.weight_senders import StreamTransport
 from tests.workers.weights.streaming.host_memory import BUCKET_MIB, lone_rank, weights
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
@@ -18,9 +17,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines 
 
 def stuck_transport(name: str, trainer: Any) -> StreamTransport:
     """A stream over a trainer engine of one's own in place of vLLM's."""
-    made = make_transport(name, lone_rank(weights()), directory="", bucket_mib=BUCKET_MIB, timeout_s=0.2)
-    assert isinstance(made, StreamTransport)
-    return StreamTransport(name, lambda *_: None, made.stream, made.place, trainer_init=trainer)
+    rank = lone_rank(weights())
+    return StreamTransport(name, rank, bucket_mib=BUCKET_MIB, timeout_s=0.2, trainer_init=trainer)
 
 
 class NoEngines:
@@ -80,12 +78,7 @@ def test_what_a_transport_needs_and_does_not_find_is_named() -> None:
         raise ImportError("The nccl_m2n weight transfer backend requires the `nccl-extensions` package")
 
     with pytest.raises(ResourceError, match=r"weights.transport=nccl_m2n needs .* `nccl-extensions`"):
-        stuck_transport_m2n(missing).connect(NoEngines(), "h:0")
-
-
-def stuck_transport_m2n(trainer: Any) -> StreamTransport:
-    ordinary = stuck_transport("nccl", trainer)
-    return StreamTransport("nccl_m2n", lambda *_: None, ordinary.stream, ordinary.place, trainer_init=trainer)
+        stuck_transport("nccl_m2n", missing).connect(NoEngines(), "h:0")
 
 
 def test_an_unknown_transport_is_refused() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.workers.weights.streaming.engine_calls import LoopEngines
-from penstock.workers.weights.trainer_side import make_transport
+from penstock.workers.weights.engine_calls import LoopEngines
+from penstock.workers.weights.weight_senders import StreamTransport
 from tests.workers.weights.streaming.host_memory import BUCKET, BUCKET_MIB, STREAMS, TRANSPORTS, Side, lone_rank
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
@@ -116,7 +116,6 @@ def test_nccl_sends_a_bucket_and_at_most_the_tensor_that_fills_it(make_side: Cal
 def test_a_tensor_larger_than_the_bucket_makes_it_larger(make_side: Callable[..., Side], name: str) -> None:
     side = make_side(name)
     side.tensors["zz.large"] = torch.randn(2000, 512)
-    rank = lone_rank(side.tensors)
-    side.transport = make_transport(name, rank, directory="", bucket_mib=BUCKET_MIB, timeout_s=30.0)
+    side.transport = StreamTransport(name, lone_rank(side.tensors), bucket_mib=BUCKET_MIB, timeout_s=30.0)
     assert side.run() == [None, None]
     assert "zz.large" in dict(side.loaded())

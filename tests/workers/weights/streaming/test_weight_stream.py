@@ -10,7 +10,7 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.streaming.weight_stream import WeightStream
+from penstock.workers.weights.weight_senders import WeightStream
 from tests.rank_processes import run_ranks
 from tests.workers.weights.streaming import gathering
 

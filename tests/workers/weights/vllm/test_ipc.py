@@ -13,8 +13,8 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.streaming.senders import portable
-from penstock.workers.weights.transport import Part, StreamedVersion
+from penstock.workers.weights.engine_calls import Part, StreamedVersion
+from penstock.workers.weights.weight_senders import portable
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")

@@ -1,12 +1,23 @@
-"""The calls of the sending rank to the engines, and how an engine takes them.
+"""Weights that are streamed from GPU to GPU: the messages, the calls of the sending rank to the engines, and how an
+engine takes them.
+
+    controller            trainer, on every rank              every engine
+    once                  connect(engines, address) ────────▶ connect(init_info)
+    each version          prepare(version) ─▶ delivery
+                          send(version)                  ‖    load(delivery)
+                            └─ part, part, …, end ──────────▶ deliver(part)
+
+`prepare` costs nothing; `send` and the engines' `load` must run *at the same time*, since each waits for the other, and
+before the trainer's next update changes the weights that are under way. `senders.py` has the trainer's side. Weights in
+shared memory (`publication/`) need none of this: an engine's `load` gets a `Publication`.
 
     LoopEngines, ActorEngines.deliver(part) ─▶ ReceivingEngine.deliver ─▶ Inbox.put ─┐
             ▲                                                                        │ part
             └─ answer, once it is loaded ─── the engine's `load` ◀─ Inbox.received ◀─┘
 
-The senders call Ray actors, or engines in an event loop of the same process, and answer for all at once
-(`transport.Engines`). The trainer's first rank gets `ActorEngines` when a run starts; `LoopEngines` is for
-straight-line programs, benchmarks and tests.
+The senders call Ray actors, or engines in an event loop of the same process, and answer for all at once (`Engines`).
+The trainer's first rank gets `ActorEngines` when a run starts; `LoopEngines` is for straight-line programs, benchmarks
+and tests.
 
 In an engine, `deliver` puts a part into its `Inbox` and waits; `load`, running at the same time, takes it out and loads
 it, and what loading raises is raised in `deliver` too. All of it runs in the engine's event loop.
@@ -15,10 +26,52 @@ it, and what loading raises is raised in `deliver` too. All of it runs in the en
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WeightError, WorkerDied
-from penstock.workers.weights.transport import Info, Part, StreamedVersion
+from penstock.workers.protocols import Publication
+
+Info = dict[str, Any]
+"""Arguments of vLLM's weight-transfer backends, for the start or for a part of a version."""
+
+
+@dataclass(frozen=True)
+class StreamedVersion:
+    """Announcement to an engine that a version is about to be sent to it, part by part."""
+
+    version: int
+    num_tensors: int
+    """Tensors that must have arrived when the end is announced."""
+
+
+Delivery = Publication | StreamedVersion
+"""The argument of an engine's `load`: where a version is, or that it is streamed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some tensors of a version, or the notice that all have been sent."""
+
+    version: int
+    info: Info | None
+    """vLLM's `update_info`: names, dtypes, shapes, and how to get at the values. None: the end."""
+
+
+class Engines(Protocol):
+    """All engines of the run as the sending rank reaches them. Calls go to all of them and return once all have
+    answered; the first failure is raised as that engine's own error."""
+
+    num_engines: int
+    workers_per_engine: int
+    """GPUs of each engine."""
+
+    def connect(self, infos: Sequence[Info]) -> None:
+        """Connect the engines; vLLM's `init_info`, one for each. Returns when they are ready to receive."""
+
+    def deliver(self, part: Part) -> None:
+        """Deliver a part. Returns when every engine has loaded it; for the end, when every engine serves the
+        version."""
 
 
 class ReceivingEngine(Protocol):
