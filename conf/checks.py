@@ -1,15 +1,24 @@
-"""Checks of numbers and names, for config dataclasses and for `algorithms/`: each failure names its key."""
+"""Checks of numbers, names and installed packages: each failure names its key, or the extra to install."""
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
 
 AUTO = "auto"
 """Value of a key for what the run itself finds."""
+
+EXTRAS: Mapping[str, Collection[str]] = {
+    "serve": ("starlette", "uvicorn", "tinker", "zstandard"),
+    "ui": ("starlette", "sse_starlette", "uvicorn", "grafana_foundation_sdk"),
+    "vllm": ("vllm",),
+    "deepspeed": ("deepspeed",),
+}
+"""Modules that an extra of pyproject.toml brings, and that something cannot do without, by the extra."""
 
 
 def _is_open(value: object) -> bool:
@@ -75,3 +84,13 @@ def is_utf8(value: Any) -> bool:
 def divides(key: str, value: Any, whole_key: str, whole: Any) -> None:
     if not _is_open(value) and not _is_open(whole) and whole % value:
         raise ConfigError(f"{key}={value}: must divide {whole_key}={whole}.")
+
+
+def need_extra(extra: str, what: str) -> None:
+    """Raise `ConfigError` if a module of an extra is not installed. `what`: the command or the setting that needs
+    it."""
+    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"{what} needs {' and '.join(missing)}, which is not installed here: pip install 'penstock[{extra}]'."
+        )

@@ -1,7 +1,4 @@
-"""The whole configuration of a run, as one dataclass.
-
-Bounds of the streaming store.
-"""
+"""The whole configuration of a run, as one dataclass."""
 
 import math
 from dataclasses import dataclass, field, replace

@@ -21,7 +21,7 @@ from rich.console import Console
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError, TakenOver, is_refusal
 from penstock.conf.run import RunConfig, WarmStartConfig
-from penstock.network.machine import warning
+from penstock.network.host import warning
 from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, this_node
@@ -41,7 +41,7 @@ from penstock.orchestrator.recovery.takeover import Identity, OrphanedRun, find_
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.machine.files import sync
+from penstock.workers.runtime.url_files import sync
 
 
 @dataclass(frozen=True)

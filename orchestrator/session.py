@@ -44,12 +44,12 @@ from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.storeless import started_fleet
 from penstock.store.data.rows import Rows
-from penstock.workers.lifecycle.error_share import ErrorShare
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
-from penstock.workers.reward.result import RewardError
+from penstock.workers.reward.reward_result import RewardError
 from penstock.workers.reward.reward_worker import responses_of
+from penstock.workers.runtime.serving import ErrorShare
 
 
 class PromptStream:

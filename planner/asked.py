@@ -12,7 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.conf.run import RunConfig
@@ -21,6 +20,7 @@ from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR, gpu_bytes, shapes_of
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
+from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.planner.hardware import KINDS, GpuKind, Nodes, parse_cluster
 from penstock.planner.lengths import SIGMA, Lengths
@@ -119,7 +119,7 @@ CACHE_WIDTH = "kv_cache_dtype"
 def search_of(config: RunConfig, cluster: str | None, lengths: str | None, nodes: Sequence[Node] = ()) -> Search:
     """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
     `MEAN:SIGMA` tokens of a response. Raises `ConfigError`, `ResourceError`."""
-    flow = dataflow_of(config)
+    flow = resolve(config).flow
     if cluster is not None:
         found = parse_cluster(cluster)
     else:

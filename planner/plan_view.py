@@ -15,13 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.overrides import CHOICES, parse
+from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.asked import (
@@ -181,8 +180,7 @@ def is_planned(config: RunConfig) -> bool:
     """True for a run whose engines and ranks have GPUs, with no other models on them than scorers."""
     if config.plan != "auto" or not (config.rollout.num_gpus_per_worker and config.trainer.num_gpus_per_rank):
         return False
-    flow = dataflow_of(config)
-    roles = {actor.role for actor in plan_actors(flow, config) if actor.num_gpus}
+    roles = {actor.role for actor in resolve(config).plan if actor.num_gpus}
     can_plan = {"rollout", "trainer"} <= roles <= {"rollout", "trainer", "scorer"}
     return can_plan and config.rollout.capabilities.is_estimated
 

@@ -34,27 +34,28 @@ from penstock.conf.serve import ServeConfig, hash_of
 from penstock.conf.trainer import LoraConfig
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
-from penstock.network.heads import BACKLOG, CONNECTIONS, Heads, listen
-from penstock.network.machine import raise_limit
+from penstock.network.host import raise_limit
+from penstock.network.listener import BACKLOG, CONNECTIONS, Heads, listen
 from penstock.orchestrator.cluster.cluster import namespace_of, raise_if_over
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.placement.actors import origin_of, plan_actors
-from penstock.orchestrator.configuration.validate import MEMORY, RESOURCES, checks
+from penstock.orchestrator.configuration.resolved import ResolvedRun
+from penstock.orchestrator.configuration.validate import MEMORY, PACKAGES, RESOURCES, checks
 from penstock.orchestrator.control.process import run
 from penstock.orchestrator.observability.runs.found import SERVING
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.orchestrator.signals import ending
-from penstock.orchestrator.storeless import StorelessFleet, started_fleet
-from penstock.serve.actors.backend import ClusterBackend
+from penstock.orchestrator.storeless import started_fleet
 from penstock.serve.backend import Backend, ModelFacts
-from penstock.serve.endpoints.routes import routes
-from penstock.serve.service import Service
-from penstock.serve.status import status
+from penstock.serve.cluster_backend import ClusterBackend
+from penstock.serve.endpoints import routes
+from penstock.serve.sdk_messages import messages
+from penstock.serve.service import Service, status
 from penstock.serve.tenants import OPERATOR, Tenants
-from penstock.serve.wire.messages import messages
-from penstock.workers.calls.training_calls import WHOLE
-from penstock.workers.machine.files import is_url
-from penstock.workers.machine.local_files import write_whole
+from penstock.workers.protocols import WHOLE
+from penstock.workers.runtime.local_files import write_whole
+from penstock.workers.runtime.url_files import is_url
 
 _LOG = logging.getLogger("penstock")
 CLOSE_S, GRACE_S = 2.0, 2
@@ -82,7 +83,6 @@ class Server:
         """The key of the only tenant, or of the operator; empty: an earlier start has printed it."""
         self.service: Service | None = None
         self._http: _Http | None = None
-        self._heads = Heads()
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -92,13 +92,14 @@ class Server:
         known = self.key_file.read_text() if self.key_file.exists() else ""
         tenants = Tenants(self._config, self.key, known, self._meters)
         is_made, self.key = tenants.key != self.key, tenants.key
+        self._heads = Heads(most_open=min(CONNECTIONS, raise_limit() // 2), holder=tenants.holder)
         bound = listen(self._config.host, [self._config.port])
         self.service = Service(self._config, self._backend, self._directory, tenants)
         await self.service.open()
         config = uvicorn.Config(
             Starlette(routes=routes(self.service)), log_level="warning", access_log=False, lifespan="off",
             timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=60, backlog=BACKLOG,
-            http=self._heads.before(H11Protocol), limit_concurrency=min(CONNECTIONS, raise_limit() // 2),
+            http=self._heads.before(H11Protocol),
         )  # fmt: skip
         self._http = _Http(config)
         self._serving = asyncio.create_task(self._http.serve([bound]), name="HTTP")
@@ -168,18 +169,15 @@ ROLES = ("store", "rollout", "trainer")
 def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT, and drain. `key`: empty: one is made. Raises `ConfigError`, `ModelError`,
     `ResourceError`, `RunInUse` before anything listens."""
-    config = served(config)
-    validate(config)
-    flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
-    plan = [actor for actor in plan_actors(flow, config) if actor.role in ROLES]
-    for check in checks(config, flow, plan):
-        if check.name in (RESOURCES, MEMORY, "model"):
+    asked = _resolved(served(config))
+    for check in checks(asked):
+        if check.name in (RESOURCES, MEMORY, PACKAGES, "model"):
             check.look()
-    directory = _opened(config)
+    directory = _opened(asked.config)
     directory.failed_writes.tell_to(tell)
     try:
-        with started_fleet(config, flow, plan, directory) as started:
-            run(_serving(started, directory, key, tell), raise_if_over)
+        with started_fleet(asked, directory) as fleet:
+            run(_serving(fleet, directory, key, tell), raise_if_over)
         directory.event("end")
     except BaseException as error:
         if is_refusal(error) and directory.is_unused:
@@ -210,15 +208,22 @@ def served(config: RunConfig) -> RunConfig:
         raise ConfigError("trainer.lora.rank: clients choose the rank of their adapters. Set serve.max_rank.")
     grace_s = min(FLEET_S, config.cluster.shutdown_timeout_s)
     cluster = replace(config.cluster, shutdown_timeout_s=grace_s)
-    config = replace(config, name=config.name or DEFAULT_NAME, cluster=cluster)
+    named = replace(config, name=config.name or DEFAULT_NAME, cluster=cluster)
     if config.serve.full:
-        return replace(config, serve=replace(config.serve, max_loaded=1, max_resident=1))
+        return replace(named, serve=replace(config.serve, max_loaded=1, max_resident=1))
     rank = config.serve.max_rank or DEFAULT_RANK
     return replace(
-        config,
+        named,
         serve=replace(config.serve, max_rank=rank),
         trainer=replace(config.trainer, lora=LoraConfig(rank=rank, publish="adapter")),  # what memory is counted for
     )
+
+
+def _resolved(config: RunConfig) -> ResolvedRun:
+    """The actors of a server, which has a dataflow of its own. Raises `ConfigError`."""
+    validate(config)
+    flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
+    return ResolvedRun(config, flow, [actor for actor in plan_actors(flow, config) if actor.role in ROLES])
 
 
 def _by_request(logprobs: Any, mask: Any) -> Any:
@@ -240,15 +245,15 @@ def _opened(config: RunConfig) -> RunDirectory:
     return directory
 
 
-async def _serving(started: StorelessFleet, directory: RunDirectory, key: str, tell: Callable[[str], None]) -> None:
+async def _serving(fleet: Fleet, directory: RunDirectory, key: str, tell: Callable[[str], None]) -> None:
     """Serve until a signal, then drain."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (*ending(), signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    facts = await asyncio.to_thread(facts_of, started)
-    backend = ClusterBackend(started.fleet, started.config, facts, directory, tell)
-    with exporting(origin_of(started.config, namespace_of(directory), "serve", "Server")) as meters:
-        server = Server(started.config.serve, backend, directory.path / "serve", key, meters)
+    facts = await asyncio.to_thread(facts_of, fleet)
+    backend = ClusterBackend(fleet, fleet.config, facts, directory, tell)
+    with exporting(origin_of(fleet.config, namespace_of(directory), "serve", "Server")) as meters:
+        server = Server(fleet.config.serve, backend, directory.path / "serve", key, meters)
         url = await server.start()
         tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={'…' if key else server.key or '…'}")
         if not server.key:
@@ -269,11 +274,11 @@ async def _telling(server: Server, backend: ClusterBackend, directory: RunDirect
         await asyncio.sleep(TOLD_EVERY_S)
 
 
-def facts_of(started: StorelessFleet) -> ModelFacts:
+def facts_of(fleet: Fleet) -> ModelFacts:
     """The base model, as clients are told of it."""
     from transformers import AutoConfig
 
-    config, path = started.config, started.model_path
+    config, path = fleet.config, fleet.model_path
     model = AutoConfig.from_pretrained(path).get_text_config()
     given = config.model.path or path
     name = config.serve.model_name or (Path(given).name if Path(given).is_dir() else given)

@@ -10,7 +10,6 @@ import json
 from typing import Any
 
 import penstock
-from penstock.cli.main import COMMANDS
 from penstock.cli.main import make_parser
 from penstock.conf import errors
 from penstock.metering import table
@@ -45,7 +44,7 @@ def _parameters(value: Any) -> list[str]:
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    for action in make_parser(COMMANDS)._actions:
+    for action in make_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     return {}

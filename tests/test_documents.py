@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.main import COMMANDS
 from penstock.cli.main import make_parser
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
@@ -64,7 +63,7 @@ def commands_of(page: Path) -> list[str]:
 def test_commands_can_be_given(page: Path) -> None:
     for command in commands_of(page):
         words = shlex.split(command, comments=True)[1:]
-        arguments = make_parser(COMMANDS).parse_args(words)
+        arguments = make_parser().parse_args(words)
         if words[0] in OF_A_RUN and arguments.overrides:
             overrides = arguments.overrides
             try:

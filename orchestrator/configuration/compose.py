@@ -6,13 +6,14 @@ Hydra composes the config groups (`algorithm`, `model`, `recipe`) over the datac
 objects once, here. Every fault is a `ConfigError` of one sentence.
 """
 
+import glob
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
@@ -26,7 +27,6 @@ from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
-from penstock.orchestrator.configuration.completed import make_paths_absolute
 from penstock.orchestrator.configuration.overrides import (
     CHOICES,
     Override,
@@ -38,7 +38,8 @@ from penstock.orchestrator.configuration.overrides import (
 )
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file
 from penstock.orchestrator.configuration.values import literal
-from penstock.workers.prompts.data_names import has_splits, names_files
+from penstock.workers.prompts.data_names import has_splits, names_files, names_split
+from penstock.workers.user_code import with_file
 
 DEFAULT_ALGORITHM = "grpo"
 OPTIONS_OF = {"reward.function": "reward.options", "environment.name": "environment.options"}
@@ -48,19 +49,44 @@ _TREES: dict[tuple[Any, ...], DictConfig] = {}
 _LOG = logging.getLogger("penstock")
 
 
-def load_config(overrides: Sequence[str] = ()) -> RunConfig:
-    """The resolved and checked configuration of `penstock run <overrides>`.
+A = TypeVar("A", bound=AlgorithmConfig)
+if TYPE_CHECKING:
+
+    class RunConfigOf(RunConfig, Generic[A]):
+        """A run's configuration whose algorithm has a class of the caller's own."""
+
+        algorithm: A
+
+
+@overload
+def load_config(overrides: Sequence[str] = ()) -> RunConfig: ...
+
+
+@overload
+def load_config(overrides: Sequence[str] = (), *, algorithm: type[A]) -> "RunConfigOf[A]": ...
+
+
+def load_config(overrides: Sequence[str] = (), *, algorithm: type[AlgorithmConfig] | None = None) -> RunConfig:
+    """The resolved and checked configuration of `penstock run <overrides>`. `algorithm`: the class that
+    `config.algorithm` is to have, one's own.
 
     Raises `ConfigError` for an unknown key, name or recipe (with the nearest one), a wrong type, a value out of range
     and sections that contradict each other. Files named by `imports` or `algorithm=file.py:name` are imported.
     """
-    words = parse(overrides)
+    return compose_run(parse(overrides), algorithm)
+
+
+def compose_run(words: list[Override], algorithm: type[AlgorithmConfig] | None = None) -> RunConfig:
+    """The configuration of these settings, as `load_config` makes it of words."""
     choices = _choices(words)
     assignments = [word for word in words if word.key not in choices]
     recipe = find_recipe(choices["recipe"]) if "recipe" in choices else Recipe("run", Path.cwd(), {})
     files = _load_imports(recipe, assignments)
-    algorithm, config_class = _find_algorithm(choices.get("algorithm"), recipe, files)
-    tree = _composed(recipe, algorithm, config_class, choices)
+    name, config_class = _find_algorithm(choices.get("algorithm"), recipe, files)
+    if algorithm is not None and algorithm.name != name:
+        raise ConfigError(f"algorithm={name}: {algorithm.__name__} is that of {algorithm.name!r}.")
+    config_class = algorithm or config_class
+    tree = _composed(recipe, name, config_class, choices)
     _leave_options(tree, assignments)
     for word in assignments:
         apply(tree, word, Schema(config_class))
@@ -89,7 +115,7 @@ def _load_imports(recipe: Recipe, assignments: list[Override]) -> list[Path]:
     files = recipe.imports
     for word in assignments:
         if word.key == "imports":
-            value = literal(word.value)
+            value = literal(word.value) if isinstance(word.value, str) else word.value
             names = value if isinstance(value, list) else [value]
             files += [Path(str(name)).expanduser().resolve() for name in names]
     files = list(dict.fromkeys(files))
@@ -253,3 +279,46 @@ def _infer_source(config: RunConfig, typed: set[str]) -> None:
         _LOG.warning(
             "data.path names files: held-out evaluation is off. Name a held-out file: evaluation.path=test.jsonl"
         )
+
+
+def make_paths_absolute(config: RunConfig, directory: Path) -> None:
+    """Give files and directories that exist their absolute path, since actors run elsewhere. Names of the hub stay as
+    they are. `directory`: where they are looked for after the working directory."""
+
+    def absolute(value: str | None) -> str | None:
+        if not value:
+            return value
+        candidates = (base / Path(value).expanduser() for base in (Path.cwd(), directory))
+        return next((str(path.resolve()) for path in candidates if path.exists() or any(matches(path))), value)
+
+    def matches(pattern: Path) -> Iterator[str]:
+        return glob.iglob(str(pattern), recursive=True)
+
+    parts: list[Any] = [config.data, *config.data.mixture.values()]
+    for data in parts:
+        if (data.source or config.data.source) != "reasoning_gym":
+            data.path = absolute(data.path)
+    if config.data.kind in (AUTO, "jsonl", "huggingface"):
+        trained = next((str(part.path) for part in config.data.mixture.values()), config.data.path or "")
+        measured: list[Any] = [config.evaluation, *config.evaluation.sets.values()]
+        for held_out in measured:
+            if held_out.path and not names_split(held_out.path, trained):
+                held_out.path = absolute(held_out.path)
+    config.model.path = absolute(config.model.path)
+    config.model.reference_path = absolute(config.model.reference_path)
+    config.model.paths = {name: absolute(path) or path for name, path in config.model.paths.items()}
+    for section, key in (
+        (config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher"),
+        (config.data, "path"), (config.evaluation, "path"), (config.environment, "name"),
+        *((part, "path") for part in config.data.mixture.values()),
+    ):  # fmt: skip
+        setattr(section, key, _of_code(getattr(section, key), absolute))
+    for reward in config.rewards:
+        reward.function = _of_code(reward.function, absolute) or reward.function
+    options = config.environment.options
+    options |= {key: _of_code(value, absolute) for key, value in options.items() if isinstance(value, str)}
+
+
+def _of_code(name: str | None, absolute: Callable[[str], str | None]) -> str | None:
+    """The name of a function: `file.py:function` with the file's absolute path; anything else as it is."""
+    return with_file(name, absolute) if name else name

@@ -20,7 +20,7 @@ from penstock.algorithms.catalogue import ALGORITHMS
 from penstock.conf.algorithms import AlgorithmConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.translation.counterparts import counterparts
+from penstock.orchestrator.configuration.counterparts import counterparts
 
 HEAD = """# Every key
 

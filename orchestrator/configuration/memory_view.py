@@ -1,9 +1,8 @@
-"""The memory that a run needs, as `penstock validate` prints it, and as a run refuses what does not fit.
+"""The memory that a run needs: what is known of its models and GPUs, tables for `penstock validate`, and the refusal of
+what does not fit.
 
-known.py ─▶ run_memory.py ─▶ auto_memory.py chooses ─▶ MemoryView: tables, one line, refusal ─▶ settled: a run's
-                                                                                            └▶ with_memory: its actors'
-
-What is known of a run before it starts: the sizes of its models, and the memory of a GPU.
+    config.json ─▶ shapes_of ─▶ RunMemory, with what is `auto` chosen ─▶ MemoryView: tables, one line, refusal
+                                                                     └▶ resolve_auto: a run's configuration and actors
 """
 
 import contextlib
@@ -26,6 +25,7 @@ from penstock.orchestrator.cluster.placement.assignment import Assignment
 from penstock.orchestrator.cluster.placement.nodes import Node, titles
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
+from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.run_memory import (
     CACHE,
     GIB,
@@ -36,8 +36,7 @@ from penstock.orchestrator.configuration.run_memory import (
     reserved_bytes,
     with_chosen,
 )
-from penstock.workers.fresh_model import vocabulary_size
-from penstock.workers.pictures.fresh import FAMILY, vision_config
+from penstock.workers.fresh_model import FAMILY, vision_config, vocabulary_size
 
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray's label of a node for the kind of its GPUs."""
@@ -146,21 +145,18 @@ class MemoryView:
     @classmethod
     def of(
         cls,
-        config: RunConfig,
-        flow: Dataflow,
-        plan: Sequence[ActorPlan],
+        run: ResolvedRun,
         nodes: Sequence[Node] = (),
         assignment: Assignment | None = None,
         *,
         may_fetch: bool = False,
     ) -> "MemoryView":
         """`nodes`: of the cluster; empty: the run starts a local Ray. Reads models' config.json."""
-        shapes = shapes_of(config, flow, may_fetch=may_fetch)
+        shapes = shapes_of(run.config, run.flow, may_fetch=may_fetch)
         if "policy" not in shapes:
-            return cls(plan, None, (), nodes, assignment)
-        before = RunMemory(config, flow, shapes, gpu_bytes(config, nodes, plan))
-        memory = with_chosen(before)
-        return cls(plan, memory, chosen(config, memory.config), nodes, assignment)
+            return cls(run.plan, None, (), nodes, assignment)
+        memory = with_chosen(RunMemory(run.config, run.flow, shapes, gpu_bytes(run.config, nodes, run.plan)))
+        return cls(run.plan, memory, chosen(run.config, memory.config), nodes, assignment)
 
     def found(self) -> str:
         """Describe it in a few words. Raises `ResourceError` for what does not fit, with the keys to change."""
@@ -254,21 +250,35 @@ class MemoryView:
         check_host(parts, psutil.virtual_memory().total, "this machine has")
 
 
-def settled(
-    config: RunConfig, flow: Dataflow, plan: Sequence[ActorPlan], nodes: Sequence[Node], tell: Callable[[str], None]
-) -> RunConfig:
-    """The configuration with what was `auto` chosen, on the cluster that the run has connected to. Raises
-    `ResourceError` for what does not fit its GPUs."""
-    if gpu_bytes(config, nodes, plan) is None:
-        return config
-    view = MemoryView.of(config, flow, plan, nodes, may_fetch=True)
+def resolve_auto(run: ResolvedRun, nodes: Sequence[Node], tell: Callable[[str], None]) -> ResolvedRun:
+    """The run on the cluster that it has connected to: what was `auto` is chosen, and each actor reserves its memory.
+    Raises `ResourceError` for what does not fit its GPUs."""
+    chosen_run = replace(run, config=_chosen_config(run, nodes, tell))
+    return replace(chosen_run, plan=with_memory(chosen_run, nodes))
+
+
+def _chosen_config(run: ResolvedRun, nodes: Sequence[Node], tell: Callable[[str], None]) -> RunConfig:
+    if gpu_bytes(run.config, nodes, run.plan) is None:
+        return run.config
+    view = MemoryView.of(run, nodes, may_fetch=True)
     if view.memory is None:
         tell(f"memory: {UNKNOWN}")
-        return config
+        return run.config
     view.memory.check()
     if view.chosen:
         tell(f"memory: {' '.join(view.chosen)}, as fits a GPU of {_gib(view.memory.gpu_bytes or 0)} GiB")
     return view.memory.config
+
+
+def with_memory(run: ResolvedRun, nodes: Sequence[Node]) -> list[ActorPlan]:
+    """The plan, with the memory that each actor reserves (`cluster.reserve_memory`). `nodes`: of the cluster."""
+    memory = MemoryView.of(run, nodes).memory if run.config.cluster.reserve_memory else None
+    if memory is None:
+        return run.plan
+    of_cpu = min((node.memory / node.cpus for node in nodes if node.cpus), default=0.0)
+    return [
+        replace(actor, memory=int(min(reserved_bytes(memory, actor), actor.num_cpus * of_cpu))) for actor in run.plan
+    ]
 
 
 def wanted_bytes(parts: Sequence[HostPart]) -> float:
@@ -285,15 +295,6 @@ def check_host(parts: Sequence[HostPart], total: float, who_has: str) -> None:
             f"{' and '.join(f'{_gib(part.num_bytes)} for {part.name} ({part.key})' for part in largest)}. Change "
             "these keys, or take a machine with more."
         )
-
-
-def with_memory(config: RunConfig, flow: Dataflow, plan: Sequence[ActorPlan], nodes: Sequence[Node]) -> list[ActorPlan]:
-    """The plan, with the memory that each actor reserves (`cluster.reserve_memory`). `nodes`: of the cluster."""
-    memory = MemoryView.of(config, flow, plan, nodes).memory if config.cluster.reserve_memory else None
-    if memory is None:
-        return list(plan)
-    of_cpu = min((node.memory / node.cpus for node in nodes if node.cpus), default=0.0)
-    return [replace(actor, memory=int(min(reserved_bytes(memory, actor), actor.num_cpus * of_cpu))) for actor in plan]
 
 
 def _sum(parts: Sequence[HostPart], place: str | None = None) -> float:

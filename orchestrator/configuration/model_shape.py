@@ -1,15 +1,12 @@
 """The sizes of a model that its memory depends on, read from its config.json alone. Pure: no torch, no weights.
 
 Known are decoders of one kind: attention by heads, then a gated MLP or experts that are gated MLPs, as Llama, Mistral,
-Mixtral, Qwen2 and Qwen3 are, and the text of Qwen2-VL and Qwen2.5-VL, beside which is a tower that sees
-(`tower_shape.py`). Others have None for a shape: no figure is better than a wrong one.
-
-The sizes of a vision tower that its memory depends on, read from the `vision_config` of a config.json. Pure.
+Mixtral, Qwen2 and Qwen3 are, and the text of Qwen2-VL and Qwen2.5-VL with their vision towers. Others have None for a
+shape: no figure is better than a wrong one.
 
     patch [C] ─▶ embedding ─▶ blocks: norm, attention, norm, MLP ─▶ merger: norm, two products ─▶ a feature of [H]
 
-Known are the towers of Qwen2-VL and Qwen2.5-VL. Activations are an estimate: one operation after the other, as
-`activations.py` counts those of text.
+A tower's activations are an estimate: one operation after the other, as `rank_memory.py` counts those of text.
 
 Legend: C numbers of a patch, D width of the tower, I width of its MLP, M patches of a feature, H hidden of the text.
 """
@@ -19,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.trainer import ALL_LINEAR
-from penstock.workers.models.context_length import longest_context
+from penstock.workers.models.model_files import longest_context
 
 FLOAT32 = 4
 
@@ -235,7 +232,7 @@ class ModelShape:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes that say which experts a token was sent to (`workers/routed_experts.py`); 0: the layers are dense."""
+        """Bytes that name the experts of a token (`workers/models/routed_experts.py`); 0: the layers are dense."""
         width = 1 if self.num_experts <= 256 else 2
         return bool(self.num_experts) * width * self.num_layers * self.experts_per_token
 

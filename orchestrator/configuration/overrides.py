@@ -21,7 +21,7 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.renamed import present_key
 from penstock.conf.run import RunConfig
 from penstock.conf.secret import hide_word, reveal
-from penstock.orchestrator.configuration.translation.counterparts import counterpart
+from penstock.orchestrator.configuration.counterparts import counterpart
 from penstock.orchestrator.configuration.values import NULLS, Plain, literal, unquoted
 
 CHOICES = ("recipe", "algorithm", "model")
@@ -33,8 +33,8 @@ SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 @dataclass(frozen=True)
 class Override:
     key: str
-    value: str
-    """The value without its quotes; a `Plain` if it had none."""
+    value: Any
+    """The value: of a word its text without quotes, a `Plain` if it had none."""
     text: str
     """The word as typed."""
 

@@ -3,34 +3,35 @@ models write, and the experiment trackers.
 
 No weights are loaded: the check reads the directory's JSON files, and names and shapes of the weights. The sandbox has
 to hold where the code runs. On a cluster that was there before the run the nodes' agents try it when the run starts
-(`cluster/fleet/trials.py`). Of trackers, their packages have to be there, and what they need of the user; nothing is
+(`control/lifecycle.py`). Of trackers, their packages have to be there, and what they need of the user; nothing is
 sent.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.checks import one_of
+from penstock.conf.checks import EXTRAS, need_extra, one_of
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig, ModelConfig
+from penstock.conf.reward import has_own_judge
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.secret import hide_in
 from penstock.conf.tracking import WANDB_MODES, TrackingConfig
-from penstock.network.proxies import ask_directly
+from penstock.network.host import ask_directly
 from penstock.orchestrator.cluster.cluster import is_elsewhere
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor, model_config, vocabulary_size
-from penstock.workers.models.context_length import longest_context, longest_short_context
-from penstock.workers.models.model_files import CONFIG, weight_files
+from penstock.workers.models.model_files import CONFIG, longest_context, longest_short_context, weight_files
+from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.pictures.families import auto_class
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.code import limits_of
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
@@ -79,12 +80,12 @@ def check_other_model(path: str, key: str, *, scores: bool = False, judge: Rollo
 
 def _empty(path: str, key: str, *, scores: bool = False) -> Any:
     """The model without weights. Those of a directory are looked at; the hub's are, once they are fetched."""
-    from penstock.workers.weights import stored  # late: transformers takes seconds
+    from penstock.workers.weights.checkpoint_form import check_model, empty_model  # late: transformers takes seconds
 
     try:
         if Path(path).expanduser().exists():
-            return stored.check_model(str(Path(path).expanduser()), key, scores=scores)
-        return stored.empty_model(path, scores=scores)
+            return check_model(str(Path(path).expanduser()), key, scores=scores)
+        return empty_model(path, scores=scores)
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}={path}: transformers makes no model of its configuration: {error}") from error
 
@@ -278,13 +279,17 @@ def check_sandbox(config: RunConfig) -> str:
 
 def _options_of_rewards(config: RunConfig) -> list[Mapping[str, Any]]:
     """Options of the rewards that run code."""
+    return [options for function, options in _rewards_of(config) if function in SANDBOXED]
+
+
+def _rewards_of(config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
+    """Functions and options of all rewards that the configuration names."""
     of_environment = config.environment.options
-    rewards = [
+    return [
         (config.reward.function, config.reward.options),
         *((one.function, one.options) for one in config.rewards),
-        (of_environment.get("reward"), of_environment.get("reward_options") or {}),
+        (str(of_environment.get("reward")), of_environment.get("reward_options") or {}),
     ]
-    return [options for function, options in rewards if function in SANDBOXED]
 
 
 def _environment_runs_code(config: RunConfig) -> bool:
@@ -295,24 +300,39 @@ def _environment_runs_code(config: RunConfig) -> bool:
 
 # Packages.
 
-KERNELS = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
-"""Packages with kernels that no extra of Penstock installs: modules, and names for pip."""
 
-
-def check_packages(config: RunConfig) -> str:
-    """Name the packages with kernels that ranks import. Raises `ConfigError` for one that is not installed."""
-    wanted = {
-        "flash_attn": ("model.attention", config.model.attention, "flash_attention_2", "sdpa"),
-        "liger_kernel": ("trainer.liger", config.trainer.liger, True, "false"),
-    }
-    used = {module: keys for module, keys in wanted.items() if keys[1] == keys[2]}
-    for module, (key, value, _, instead) in used.items():
-        if find_spec(module) is None:
+def check_packages(config: RunConfig, plan: Sequence[ActorPlan] = ()) -> str:
+    """Name the packages that actors import because a key says so. Raises `ConfigError` for one that is not
+    installed."""
+    used = packages_of(config, plan)
+    for package, key in used.items():
+        if package in EXTRAS:
+            need_extra(package, key)
+        elif find_spec(package.replace("-", "_")) is None:
+            name, instead = key.partition("=")[0], "sdpa" if package == "flash-attn" else "false"
             raise ConfigError(
-                f"{key}={str(value).lower()} needs the package {KERNELS[module]}, which is not installed here. Run pip "
-                f"install {KERNELS[module]}, or set {key}={instead}."
+                f"{key} needs the package {package}, which is not installed here. Run pip install {package}, or set "
+                f"{name}={instead}."
             )
-    return ", ".join(KERNELS[module] for module in used)
+    return ", ".join(used)
+
+
+def packages_of(config: RunConfig, plan: Sequence[ActorPlan]) -> dict[str, str]:
+    """The packages that actors import because a key says so: engines, and kernels that no extra of Penstock installs.
+    The values are the keys."""
+    roles = {actor.role for actor in plan}
+    judges = "reward" in roles and any(has_own_judge(*reward) for reward in _rewards_of(config))
+    engines = (
+        ("reward.judge.engine", config.reward.judge.engine, judges),
+        ("trainer.engine", config.trainer.engine, "trainer" in roles),
+        ("rollout.engine", config.rollout.engine, "rollout" in roles),
+    )
+    used = {engine: f"{key}={engine}" for key, engine, is_used in engines if is_used and engine in EXTRAS}
+    if config.model.attention == "flash_attention_2":
+        used["flash-attn"] = "model.attention=flash_attention_2"
+    if config.trainer.liger:
+        used["liger-kernel"] = "trainer.liger=true"
+    return used
 
 
 # The trackers.

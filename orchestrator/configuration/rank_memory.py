@@ -7,23 +7,19 @@ it, at some moments of an optimizer step, is what the moment needs; the largest 
     last layer        backward begins: all layers' activations; in the layer before, gradients are reduced, too
     first layer       one layer's activations, and gradients of all others
     end of backward   all gradients, and those of the root are reduced
-    tower             a frozen tower sees one picture, before anything else is there
+    tower             a frozen vision tower encodes one picture, before anything else is there
 
-A tower that is trained keeps activations until the layers' backward is over.
+A tower that is trained keeps activations until the layers' backward is over. Whichever moment it is, the copy of the
+weights may be there that is published meanwhile (`workers/trainer/publishing.py`).
 
-Whichever it is, the copy of the weights may be there that is published meanwhile (`workers/trainer/publishing.py`).
-
-Legend: P parameters, b bytes of an element that is computed with, H hidden, I width of the MLP.
-
-Bytes of activations that one decoder layer keeps for its backward, counted operation by operation. Pure: no torch.
-
-Attention's scores never exist as a matrix, but with `model.attention=eager`. Norms compute in float32: with bfloat16
-they keep a copy of their input in it. Liger's and compiled layers keep less.
+Activations that a decoder layer keeps for its backward are counted operation by operation. Attention's scores never
+exist as a matrix, but with `model.attention=eager`. Norms compute in float32: with bfloat16 they keep a copy of their
+input in it. Liger's and compiled layers keep less.
 
     norm       input (float32), normalised, product     head norms   the same of q and k
     attention  q, k, v, result, one sum a head          MLP          gate, its activation, up, product
 
-Legend: b bytes of an element that is computed with; H hidden, I width of the MLP, k experts of a token.
+Legend: P parameters; b bytes of an element that is computed with; H hidden, I width of the MLP, k experts of a token.
 """
 
 from collections.abc import Mapping

@@ -1,23 +1,23 @@
-"""Peaks of all that a run holds: of each role on its device, and of each node's host memory. Pure: no torch.
+"""Peaks of all that a run holds, of each role on its device and of each node in host memory; and the values of keys
+that are `auto`, from what fits a GPU. Pure: no torch.
 
-    config.json, configuration ─▶ RunMemory ─▶ ranks, engine, peaks ─▶ check, table (`memory_view.py`)
-                                          └▶ host memory of a node (`host_memory.py`)
+    sizes of models (`model_shape.py`), configuration ─▶ RunMemory ─▶ ranks (`rank_memory.py`), engine, peaks, check
+                                                             ├▶ host_parts: host memory of a node
+                                                             └▶ with_chosen: values for what is `auto`
 
 Figures are of one rank or engine; ranks of one role are alike but for rounding.
-
-Device memory of a vLLM engine, part by part. Pure: no torch.
 
 vLLM takes `rollout.gpu_memory_utilization` of the GPU whatever it needs: weights, what a step needs, and the rest is
 for keys and values. So the parts say how many tokens can be under way, and whether the engine can start at all.
 
-Host memory of a node at its peak, part by part, and where each lies. Pure: no torch.
+Host memory is in one of four places:
 
-/dev/shm     publications, copies of the state after each step, the store's large batches, Ray's object store
-pinned       buffers on the way from GPUs, what is offloaded, weights of engines that keep them asleep
-memory       the copy that a checkpoint is written from, what ranks and engines keep there, the processes themselves
-page cache   the model's files, which the kernel drops where memory is short
+    /dev/shm     publications, copies of the state after each step, the store's large batches, Ray's object store
+    pinned       buffers for transfers from GPUs, offloaded states, weights of engines that keep them asleep
+    memory       the copy that a checkpoint is written from, states of ranks and engines on CPUs, the processes
+    page cache   the model's files, which the kernel drops where memory is short
 
-Values of keys that are `auto`, from what fits a GPU. Pure: no torch.
+Keys that may be `auto`:
 
     rollout.gpu_memory_utilization     the engine's own GPU: most of it; one that it shares: what the rank leaves
     trainer.activation_checkpointing   only if a usual micro-batch does not fit without

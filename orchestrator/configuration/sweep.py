@@ -1,11 +1,9 @@
-"""Runs the points of a sweep, as many side by side as there is room for, and tells their results.
+"""A sweep: one run for each combination of the values that keys have, as many side by side as there is room for.
 
-Each is a `penstock run` in a process of its own, with `resume=auto`: the same sweep again goes on where it was, and
-runs that have finished are not made twice. A run that fails does not end the others.
+    seed=1,2,3        seed=range(1,4)        trainer.optimizer.lr=1e-4,3e-4        algorithm=choice(grpo,rloo)
 
-The runs of a sweep, from words with several values in Hydra's grammar. Pure.
-
-seed=1,2,3        seed=range(1,4)        trainer.optimizer.lr=1e-4,3e-4        algorithm=choice(grpo,rloo)
+Each is a `penstock run` in a process of its own, with `resume=auto`: the same sweep again continues where it was, and
+does not repeat finished runs. A run that fails does not end the others.
 """
 
 import itertools
@@ -30,17 +28,17 @@ from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError, how_ended
 from penstock.conf.secret import hide_word
 from penstock.orchestrator.cluster.cluster import count_local_gpus, join
 from penstock.orchestrator.cluster.connection import cluster_address
-from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
+from penstock.orchestrator.cluster.placement.actors import needed
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.values import split
 from penstock.orchestrator.observability.runs.found import FINISHED, RunLine, line_of
 from penstock.orchestrator.signals import Repeats, ending
-from penstock.workers.machine.local_files import write_whole
+from penstock.workers.runtime.local_files import write_whole
 
 MOST = 10_000
 """Most runs of one sweep."""
@@ -283,7 +281,7 @@ def jobs_for(points: Sequence[Point], plan: Callable[[Sequence[str]], Sequence[s
     needs = []
     for point in points:
         config = load_config(plan([*point.words, f"name={point.name}"]))
-        needs.append(needed(plan_actors(dataflow_of(config), config)))
+        needs.append(needed(resolve(config).plan))
     cpus, gpus = max(cpus for cpus, _ in needs), max(gpus for _, gpus in needs)
     return room_for(cpus, gpus, *_room())
 

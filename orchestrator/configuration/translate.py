@@ -1,40 +1,54 @@
 """`penstock translate FILE`: a configuration of verl or TRL as a recipe, what is not in it, and whether it starts.
 
-Configurations of verl and TRL, read from their files and translated.
-
 FILE.yaml                    keys, nested or with dots
 FILE.sh, or anything else    the words key=value or --key value of the command in it that trains
+    ─▶ their keys, flat ─▶ rules (`counterparts.py`) ─▶ a recipe, what each key has become, what has no counterpart
 """
 
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from penstock.algorithms.catalogue import ALGORITHMS, dataflow_of
+from penstock.algorithms.catalogue import ALGORITHMS
 from penstock.conf.errors import ConfigError, PenstockError
-from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
+from penstock.orchestrator.cluster.placement.actors import needed
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.translation.counterparts import FRAMEWORKS
-from penstock.orchestrator.configuration.translation.rules import Framework, Translation, Values, translate
-from penstock.orchestrator.configuration.translation.shell import commands_of
+from penstock.orchestrator.configuration.counterparts import Framework, NotTranslated, Values, frameworks
+from penstock.orchestrator.configuration.resolved import resolve
+from penstock.orchestrator.configuration.shell import commands_of, is_unresolved
 from penstock.orchestrator.configuration.values import Plain, plain, read_yaml
 from penstock.workers.user_code import RECIPE_FILE
 
 WORD = re.compile(r"[+~]*([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 PROCESSES = ("num_processes", "nproc_per_node")
+UNKNOWN = "not known to this translation: `penstock keys` may know a key for it"
+
+
+@dataclass
+class Translation:
+    """A translated configuration."""
+
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Our keys, nested as in a recipe.yaml."""
+    became: list[tuple[str, str]] = field(default_factory=list)
+    """Their keys, and what each has become."""
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    """Their keys without a counterpart, and why, or what to do."""
+    assumed: Values = field(default_factory=dict)
+    """Our keys that none of theirs has given a value."""
 
 
 def translated(values: Values) -> tuple[Framework, Translation]:
     """Translate a flat configuration of whichever framework's it is. Raises `ConfigError` for none that is known."""
-    framework = next((one for one in FRAMEWORKS if one.is_of(values)), None)
+    framework = next((one for one in frameworks() if one.is_of(values)), None)
     if framework is None:
         raise ConfigError(
             f"none of the {len(values)} keys is one of verl's (actor_rollout_ref.…) or TRL's (num_generations, …), so "
@@ -43,6 +57,42 @@ def translated(values: Values) -> tuple[Framework, Translation]:
     found = translate(framework, values)
     _fit_algorithm(found)
     return framework, found
+
+
+def translate(framework: Framework, written: Values) -> Translation:
+    """Translate a flat configuration. A key that no rule knows is told, never passed over."""
+    found = Translation(lost=[(key, why) for key, why in framework.asked.items() if key not in written])
+    unresolved = {key for key, value in written.items() if is_unresolved(str(value))}
+    found.lost += [
+        (key, f"its value {written[key]!r} is known only when the script runs") for key in sorted(unresolved)
+    ]
+    values = {key: value for key, value in written.items() if key not in unresolved}
+    ours: dict[str, Any] = {}
+    known: set[str] = set()
+    for one in framework.rules:
+        given = [key for key in one.theirs if key in values]
+        known |= set(given)
+        if not given:
+            continue
+        try:
+            made = one.translate(*(values.get(key) for key in one.theirs))
+        except NotTranslated as error:
+            found.lost += [(key, str(error)) for key in given]
+            continue
+        except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):  # such as a shell's variable
+            found.lost += [(key, f"its value {values[key]!r} is none that it can have") for key in given]
+            continue
+        ours |= made
+        what = ", ".join(f"{key}={_shown(value)}" for key, value in made.items()) or "nothing: it is so anyway"
+        found.became += [(key, what) for key in given]
+    for key in values:
+        if key not in known:
+            found.lost.append((key, framework.reason(key) or UNKNOWN))
+    set_ones = ours.keys() | ({"reward.function"} if "rewards" in ours else set())
+    found.assumed = {key: value for key, value in framework.always.items() if key not in set_ones}
+    for key, value in {**found.assumed, **ours}.items():
+        _put(found.recipe, key.split("."), value)
+    return found
 
 
 def _fit_algorithm(found: Translation) -> None:
@@ -54,6 +104,18 @@ def _fit_algorithm(found: Translation) -> None:
         if value:
             why = f"algorithm={chosen.get('name', 'grpo')} has no such key; algorithm=policy_gradient has more of them"
             found.lost.append((f"algorithm.{name}={value}", why))
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def as_yaml(framework: Framework, found: Translation) -> str:
@@ -71,7 +133,7 @@ def read(path: str) -> dict[str, Any]:
         found = plain(read_yaml(file))
         return dict(_flat(found)) if isinstance(found, Mapping) else {}
     read_ones = [_keys_of(words, file.parent) for words in commands_of(file.read_text(encoding="utf-8"), os.environ)]
-    trains = [keys for keys in read_ones if any(framework.is_of(keys) for framework in FRAMEWORKS)]
+    trains = [keys for keys in read_ones if any(framework.is_of(keys) for framework in frameworks())]
     return max(trains or read_ones, key=len, default={})
 
 
@@ -175,5 +237,6 @@ def check(recipe: str) -> str:
             raise ConfigError(str(error).replace(f"{directory}/", "")) from None
     if config.data.path is None and not config.data.mixture:
         raise ConfigError("data.path: the recipe names no data. Set it to the rows that are trained on.")
-    cpus, gpus = needed(plan := plan_actors(dataflow_of(config), config))
+    plan = resolve(config).plan
+    cpus, gpus = needed(plan)
     return f"the recipe's keys fit together, and its {len(plan)} actors reserve {cpus:g} CPU(s) and {gpus:g} GPU(s)"

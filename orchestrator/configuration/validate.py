@@ -1,15 +1,9 @@
-"""Checks all that can be wrong with a run and can be known without starting anything.
+"""Checks all that can be wrong with a run and can be known without starting it.
 
 `check_run` is the last thing that `run` does before it makes a directory: the first fault ends it. `penstock validate`
-shows the same checks one by one, with the resolved configuration, the dataflow and the plan of actors.
-
-The rewards of a run, tried on a row of its data before anything is sampled: what would be raised at 2 a.m. is seen
-here.
-
-The placement of actors on the nodes of the present cluster, as `penstock validate` prints it.
-
-The way of the weights in a run, as `penstock validate` tells it: the transport, what each publication takes, and
-whether this machine has room for it. A cluster's nodes are asked when the run starts (`cluster/placement/`).
+shows the same checks one by one, with the resolved configuration, the dataflow, the actors on the nodes of the present
+cluster, and their memory; and it tries the rewards on a row of the data, so that what a reward raises is seen before
+anything is sampled. A cluster's nodes are asked for shared memory when the run starts (`cluster/node_agents.py`).
 """
 
 import asyncio
@@ -25,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.describe import draw
+from penstock.algorithms.graph.loss import check_loss
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.data import ENVIRONMENT
 from penstock.conf.environment import GatewayConfig
@@ -36,10 +30,9 @@ from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.conf.weights import choose_transport, replaces_members
 from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere, look
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, plan_actors, reward_of
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, reward_of
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, too_small
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, titles
-from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import MemoryView
 from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
@@ -49,29 +42,29 @@ from penstock.orchestrator.configuration.prerequisites import (
     check_sandbox,
     check_trackers,
     num_parameters,
+    packages_of,
     processor_of,
     runs_code,
     starting_model_config,
     tokenizer_of,
 )
+from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve, resolve_first
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.orchestrator.run_directory.run_place import try_place, working_copies
 from penstock.store.data.roots import SHARED_MEMORY
-from penstock.workers.environments.adapters.tools import Tools
-from penstock.workers.environments.environment import make_environment
-from penstock.workers.environments.task import MESSAGES
-from penstock.workers.gateway.formats.conversation import Format
-from penstock.workers.gateway.formats.rendered import make_format
-from penstock.workers.machine.files import is_url, list_names
-from penstock.workers.prompts.curriculum import MOST_SHOWN, level_of
+from penstock.workers.agents.adapters.tools import Tools
+from penstock.workers.agents.environment import make_environment
+from penstock.workers.agents.gateway.chat_formats import make_format
+from penstock.workers.agents.gateway.conversation import Format
+from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.prompts.dataset_row import Needs, PromptDataset, is_cut
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read
-from penstock.workers.prompts.tokenization import load_tokenizer
-from penstock.workers.reward.pool import RewardPool
+from penstock.workers.prompts.order import MOST_SHOWN, level_of
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.response import Response
-from penstock.workers.reward.result import RewardError, RewardResult
-from penstock.workers.reward.signatures import name_of
+from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_result import RewardError, RewardResult
+from penstock.workers.reward.signatures import Response, name_of
+from penstock.workers.runtime.url_files import is_url, list_names
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 from penstock.workers.weights.publication.reading import MOST_THREADS
 from penstock.workers.weights.publication.room import (
@@ -84,83 +77,128 @@ from penstock.workers.weights.publication.room import (
 )
 from penstock.workers.weights.publication.timing import BUSES, Way
 
-
-def describe_weights(config: RunConfig) -> str:
-    """The transport, and what it takes. Raises `ResourceError` where this machine has to hold publications and
-    cannot."""
-    transport = choose_transport(config)
-    if transport != "shm":
-        return f"{transport}, as asked for: a death is a return to the checkpoint, and ranks keep no copies"
-    if config.trainer.lora.publishes_adapter:
-        return "shm: adapters alone, through shared memory, and from node to node by their agents"
-    told = ["shm: through shared memory, and from node to node by their agents"]
-    if (num_elements := elements_of(config)) is None:
-        return f"{told[0]}; how much is known once the model is here"
-    size = publication_bytes(num_elements, config.rollout.dtype)
-    told.append(f"{_size(size)} a publication, {TURNS} of them on each node with engines")
-    if config.trainer.num_gpus_per_rank and config.rollout.num_gpus_per_worker:
-        told += [describe_times(way_of(config, size)), describe_wait(config, way_of(config, size))]
-    if not is_elsewhere():
-        usage = shutil.disk_usage(SHARED_MEMORY)
-        told += look_at_room(config, num_elements, SharedMemory(usage.total, usage.free))
-    return "; ".join(told)
+RESOURCES, MEMORY, PACKAGES = "resources", "memory", "packages"
+RESPONSES = ("", "The answer is 4.")
 
 
-def way_of(config: RunConfig, num_bytes: int) -> Way:
-    """The way of a version. A cluster's nodes are taken to have as many cores as a version can use."""
-    cores = MOST_THREADS if is_elsewhere() else len(os.sched_getaffinity(0))
-    return Way(
-        num_bytes, config.trainer.num_ranks, config.rollout.tensor_parallel_size,
-        threads_per_rank=max(1, int(config.cluster.cpus_per_worker)), threads_per_node=min(cores, MOST_THREADS),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Check:
+    """A check: `look` returns what it found, in a few words, or raises a `PenstockError`."""
+
+    name: str
+    look: Callable[[], str]
+    is_told: bool = False
+    """True if a run says what was found when it starts; else only `penstock validate` tells it."""
 
 
-def describe_times(way: Way) -> str:
-    """The seconds that a version takes by each bus, by arithmetic."""
-    told = [
-        f"{bus}: {way.on_one_node_s(bus):.2g} s a publication, {way.between_nodes_s(bus):.2g} s to other nodes, then a "
-        f"pause of {way.paused_s(bus):.2g} s an engine"
-        for bus in BUSES
-    ]
-    return f"by arithmetic, {'; '.join(told)}"
+def checks(run: ResolvedRun) -> Iterator[Check]:
+    """All checks. Those whose faults matter most come first, and cheap ones before others."""
+    config, flow, plan = run.config, run.flow, run.plan
+    yield Check(RESOURCES, lambda: _resources(config, plan))
+    yield Check(MEMORY, lambda: MemoryView.of(run).found())
+    if packages_of(config, plan) and not is_elsewhere():  # nodes of a cluster have packages of their own
+        yield Check(PACKAGES, lambda: check_packages(config, plan))
+    if CHECKS.keys() & set(config.tracking.sinks):
+        yield Check("trackers", lambda: check_trackers(config.tracking))
+    yield Check("output_dir", lambda: _output_dir(config.output_dir))
+    if any(actor.role == "rollout" for actor in plan):
+        yield Check("weights", lambda: describe_weights(config))
+    if config.rollout.follows_cluster:
+        most = config.max_engines
+        yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
+    yield Check("model", lambda: check_model(config, samples=any(actor.role == "rollout" for actor in plan)))
+    scores_held_out = config.evaluation.every_steps and not flow.has_environment
+    if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
+        yield Check("reward", lambda: _reward(config))
+    (train,) = flow.of_kind("train")
+    yield Check("loss", lambda: check_loss(train.function, flow.columns))
+    if runs_code(config):
+        yield Check("sandbox", lambda: check_sandbox(config), is_told=not is_elsewhere())
+    states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
+    if states and config.checkpoint.every_steps:
+        yield Check("states", lambda: _states(states))
+    if flow.has_environment:
+        yield Check("environment", lambda: _environment(config))
+        yield Check("tool calls", lambda: _format_of(config).describe_tools(), is_told=True)
+    yield Check("data", lambda: _data(config, flow))
+    if config.data.curriculum.by is not None:
+        yield Check("curriculum", lambda: _curriculum(config, flow))
+    if flow.rows_are in ("demonstrations", "preferences"):
+        yield Check("rewritten turns", lambda: _turns(config, flow), is_told=True)
+    yield Check("rows left out", lambda: _left_out(config, flow), is_told=True)
+    others = [stage for stage in flow.stages if _needs_path(stage)]
+    if others:
+        yield Check("other models", lambda: ", ".join(_other_model(config, stage) for stage in others))
+    if config.evaluation.every_steps:
+        yield Check("held-out data", lambda: _data(config, flow, held_out=True))
+        for name in config.evaluation.sets:
+            yield Check(f"held-out {name}", partial(_data, config.with_set(name), flow, held_out=True))
+    for start in run.first_runs:
+        name = "warm start" if start is config.warm_start else "first run"
+        yield Check(name, partial(_first_run, start))
 
 
-def describe_wait(config: RunConfig, way: Way) -> str:
-    """The part of it that the next step waits for."""
-    if config.max_staleness == 0:
-        return "the next step waits for all of it (max_staleness=0)"
-    if config.trainer.offload:
-        return "the next step waits until ranks have written it: weights are in the host's memory (trainer.offload)"
-    return f"the next step waits for copies on the GPUs, {way.taken_s:.2g} s of it, and counts once all is written"
+def trials(run: ResolvedRun) -> Iterator[Check]:
+    """Checks that start processes, which `penstock validate` makes alone."""
+    if run.flow.of_kind("reward") or (run.config.evaluation.every_steps and not run.flow.has_environment):
+        yield Check("rewards tried", lambda: try_rewards(run.config, run.flow))
 
 
-def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
-    """What a machine that all of the run is on has no room for, and the promise that lapses with it. Raises
-    `ResourceError` if that is the publications."""
-    publications = TURNS * publication_bytes(num_elements, config.rollout.dtype)
-    if memory.total_bytes < publications:
-        raise too_small("This machine", memory.total_bytes, publications)
-    if not (config.faults.keep_state and replaces_members(config)) or config.trainer.lora.rank:
-        return []
-    kept = kept_bytes(num_elements)
-    left = max(0, memory.free_bytes - publications)
-    if kept <= left:
-        return []
-    return [
-        f"the copies that ranks keep of their state ({_size(kept)}, faults.keep_state) do not fit into the "
-        f"{_size(left)} beside: the death of a rank is a return to the newest checkpoint, as is that of a "
-        f"trainer's node. To have ranks replaced, {how_to_enlarge(publications + kept)}"
-    ]
+def check_run(run: ResolvedRun, tell: Callable[[str], None] | None = None) -> None:
+    """Raise the first fault: `ConfigError`, `DataError`, `ModelError` or `ResourceError`. `tell`: called with what a
+    run says of what was found."""
+    for check in checks(run):
+        found = check.look()
+        if found and check.is_told and tell is not None:
+            tell(f"{check.name}: {found}")
 
 
-def elements_of(config: RunConfig) -> int | None:
-    """Number of elements of the policy's tensors; None for a model that is not here."""
-    model = starting_model_config(config)
-    return num_parameters(model.fresh) if model.path is None else stored_elements(model.path)
+def validate_run(config: RunConfig, console: Console) -> int:
+    """Print all that is known of the run, and all its faults. Returns the exit code."""
+    console.rule("configuration", align="left")
+    console.print(to_yaml(config).rstrip(), highlight=False, markup=False)
+    run = resolve(config)
+    console.rule("dataflow", align="left")
+    console.print(draw(run.flow), highlight=False, markup=False, soft_wrap=True)
+    view = PlacementView.of(run.plan, run.config)
+    console.rule("actors", align="left")
+    console.print(view.actors())
+    if view.nodes:
+        console.rule("nodes of the cluster", align="left")
+        console.print(view.reserved())
+    memory = MemoryView.of(run, view.nodes, view.assignment)
+    show_memory(memory, console)
+    console.rule("checks", align="left")
+    seen = {MEMORY: memory.found} | ({RESOURCES: view.found} if view.is_of_cluster else {})
+    exit_code, known = 0, dict[str, str]()
+    for check in (*checks(run), *trials(run)):
+        try:
+            found = seen.get(check.name, check.look)()
+        except PenstockError as error:
+            exit_code = max(exit_code, error.exit_code)
+            console.print(f"[red]✗[/] {check.name}: ", end="")
+            first = known.setdefault(str(error), check.name)
+            said = str(error) if first == check.name else f"as of {first}, above"
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
+        else:
+            console.print(f"[green]✓[/] {check.name}: ", end="")
+            console.print(found or "none", highlight=False, markup=False, soft_wrap=True)
+    return exit_code
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"
+def show_memory(memory: MemoryView, console: Console) -> None:
+    """Print what devices and nodes hold at their peaks."""
+    tables = [table for table in (memory.devices(), memory.hosts()) if table is not None]
+    if tables:
+        console.rule("memory at the peak", align="left")
+    for table in tables:
+        console.print(table)
+        console.print()
+    for remark in memory.remarks():
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+
+
+# The placement of actors on the nodes of the present cluster.
 
 
 @dataclass(frozen=True)
@@ -231,167 +269,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-RESPONSES = ("", "The answer is 4.")
-
-
-def try_rewards(config: RunConfig, flow: Dataflow) -> str:
-    """Call each reward on the first row, with an empty response and a short one, in processes as in a run. Returns what
-    they gave. Raises `ConfigError` for one that fails for both, or cannot be loaded."""
-    dataset = open_rows(config)
-    if dataset is None:
-        return ""
-    row = dataset.row(0)
-    task = row.to_json(**({MESSAGES: row.messages} if row.messages else {}))
-    found = []
-    for name, spec in _rewards(config, flow):
-        results = asyncio.run(_tried(spec, task, config.reward.timeout_s))
-        if all(isinstance(result, RewardError) for result in results):
-            raise ConfigError(f"{name} fails on {row.where}: {results[-1]}")
-        given = ", ".join(f"{text!r} {_shown(result)}" for text, result in zip(RESPONSES, results, strict=True))
-        found.append(f"{name} on {row.where}: {given}")
-    return "; ".join(found)
-
-
-def _rewards(config: RunConfig, flow: Dataflow) -> Iterator[tuple[str, RewardSpec]]:
-    """The functions by name. What an environment or a judge of the run gives is not tried: neither is there yet."""
-    functions = {stage.name: stage.function for stage in flow.of_kind("reward")} or {"": None}  # for evaluation alone
-    for stage, function in functions.items():
-        name, options = reward_of(flow, stage, config)
-        if name != ENVIRONMENT_REWARD and not has_own_judge(name, options):
-            spec = RewardSpec.of(function or name, dict(options), tuple(config.imports))
-            yield (name if function is None else name_of(function)), spec
-
-
-async def _tried(spec: RewardSpec, task: str, timeout_s: float) -> list[RewardResult]:
-    async with RewardPool(spec, timeout_s=timeout_s) as pool:
-        return await pool.score([Response(text) for text in RESPONSES], [task] * len(RESPONSES))
-
-
-def _shown(result: RewardResult) -> str:
-    if isinstance(result, RewardError):
-        return f"fails ({result})"
-    return "does not count" if result is None else f"gets {result:g}"
-
-
-RESOURCES, MEMORY = "resources", "memory"
-
-
-@dataclass(frozen=True)
-class Check:
-    """A check: `look` returns what it found, in a few words, or raises a `PenstockError`."""
-
-    name: str
-    look: Callable[[], str]
-    is_told: bool = False
-    """True if a run says what was found when it starts; else only `penstock validate` tells it."""
-
-
-def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
-    """All checks. Those whose faults matter most come first, and cheap ones before others."""
-    yield Check(RESOURCES, lambda: _resources(config, plan))
-    yield Check(MEMORY, lambda: MemoryView.of(config, flow, plan).found())
-    asks_for_kernels = config.trainer.liger or config.model.attention == "flash_attention_2"
-    if asks_for_kernels and not is_elsewhere():  # nodes of a cluster have packages of their own
-        yield Check("packages", lambda: check_packages(config))
-    if CHECKS.keys() & set(config.tracking.sinks):
-        yield Check("trackers", lambda: check_trackers(config.tracking))
-    yield Check("output_dir", lambda: _output_dir(config.output_dir))
-    if any(actor.role == "rollout" for actor in plan):
-        yield Check("weights", lambda: describe_weights(config))
-    if config.rollout.follows_cluster:
-        most = config.max_engines
-        yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
-    yield Check("model", lambda: check_model(config, samples=any(actor.role == "rollout" for actor in plan)))
-    scores_held_out = config.evaluation.every_steps and not flow.has_environment
-    if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
-        yield Check("reward", lambda: _reward(config))
-    if runs_code(config):
-        yield Check("sandbox", lambda: check_sandbox(config), is_told=not is_elsewhere())
-    states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
-    if states and config.checkpoint.every_steps:
-        yield Check("states", lambda: _states(states))
-    if flow.has_environment:
-        yield Check("environment", lambda: _environment(config))
-        yield Check("tool calls", lambda: _format_of(config).describe_tools(), is_told=True)
-    yield Check("data", lambda: _data(config, flow))
-    if config.data.curriculum.by is not None:
-        yield Check("curriculum", lambda: _curriculum(config, flow))
-    if flow.rows_are in ("demonstrations", "preferences"):
-        yield Check("rewritten turns", lambda: _turns(config, flow), is_told=True)
-    yield Check("rows left out", lambda: _left_out(config, flow), is_told=True)
-    others = [stage for stage in flow.stages if _needs_path(stage)]
-    if others:
-        yield Check("other models", lambda: ", ".join(_other_model(config, stage) for stage in others))
-    if config.evaluation.every_steps:
-        yield Check("held-out data", lambda: _data(config, flow, held_out=True))
-        for name in config.evaluation.sets:
-            yield Check(f"held-out {name}", partial(_data, config.with_set(name), flow, held_out=True))
-    for start in first_runs(config):
-        name = "warm start" if start is config.warm_start else "first run"
-        yield Check(name, partial(_first_run, start))
-
-
-def trials(config: RunConfig, flow: Dataflow) -> Iterator[Check]:
-    """Checks that start processes, which `penstock validate` makes alone."""
-    if flow.of_kind("reward") or (config.evaluation.every_steps and not flow.has_environment):
-        yield Check("rewards tried", lambda: try_rewards(config, flow))
-
-
-def check_run(
-    config: RunConfig, flow: Dataflow, plan: list[ActorPlan], tell: Callable[[str], None] | None = None
-) -> None:
-    """Raise the first fault: `ConfigError`, `DataError`, `ModelError` or `ResourceError`. `tell`: called with what a
-    run says of what was found."""
-    for check in checks(config, flow, plan):
-        found = check.look()
-        if found and check.is_told and tell is not None:
-            tell(f"{check.name}: {found}")
-
-
-def validate_run(config: RunConfig, console: Console) -> int:
-    """Print all that is known of the run, and all its faults. Returns the exit code."""
-    console.rule("configuration", align="left")
-    console.print(to_yaml(config).rstrip(), highlight=False, markup=False)
-    flow = dataflow_of(config)
-    plan = plan_actors(flow, config)
-    console.rule("dataflow", align="left")
-    console.print(draw(flow), highlight=False, markup=False, soft_wrap=True)
-    view = PlacementView.of(plan, config)
-    console.rule("actors", align="left")
-    console.print(view.actors())
-    if view.nodes:
-        console.rule("nodes of the cluster", align="left")
-        console.print(view.reserved())
-    memory = MemoryView.of(config, flow, plan, view.nodes, view.assignment)
-    show_memory(memory, console)
-    console.rule("checks", align="left")
-    seen = {MEMORY: memory.found} | ({RESOURCES: view.found} if view.is_of_cluster else {})
-    exit_code, known = 0, dict[str, str]()
-    for check in (*checks(config, flow, plan), *trials(config, flow)):
-        try:
-            found = seen.get(check.name, check.look)()
-        except PenstockError as error:
-            exit_code = max(exit_code, error.exit_code)
-            console.print(f"[red]✗[/] {check.name}: ", end="")
-            first = known.setdefault(str(error), check.name)
-            said = str(error) if first == check.name else f"as of {first}, above"
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
-        else:
-            console.print(f"[green]✓[/] {check.name}: ", end="")
-            console.print(found or "none", highlight=False, markup=False, soft_wrap=True)
-    return exit_code
-
-
-def show_memory(memory: MemoryView, console: Console) -> None:
-    """Print what devices and nodes hold at their peaks."""
-    tables = [table for table in (memory.devices(), memory.hosts()) if table is not None]
-    if tables:
-        console.rule("memory at the peak", align="left")
-    for table in tables:
-        console.print(table)
-        console.print()
-    for remark in memory.remarks():
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+# What the checks find.
 
 
 def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
@@ -553,12 +431,6 @@ def _needs_path(stage: Stage) -> bool:
     return stage.kind == "scores" or (stage.kind == "logprobs" and stage.model != "reference")
 
 
-def first_runs(config: RunConfig) -> list[WarmStartConfig]:
-    """The runs that come before this one, for its models."""
-    starts = [config.warm_start] if config.warm_start.recipe and config.model.path is None else []
-    return starts + [start for name, start in config.other_models.items() if name not in config.model.paths]
-
-
 def _other_model(config: RunConfig, stage: Stage) -> str:
     name = str(stage.model)
     if name in config.other_models and name not in config.model.paths:
@@ -568,7 +440,129 @@ def _other_model(config: RunConfig, stage: Stage) -> str:
 
 
 def _first_run(start: WarmStartConfig) -> str:
-    first = load_config([f"recipe={start.recipe}", *start.overrides])
-    flow = dataflow_of(first)
-    check_run(first, flow, plan_actors(flow, first))
-    return f"{start.recipe}, {first.trainer.max_steps} steps of {first.algorithm.name}"
+    first = resolve_first(start)
+    check_run(first)
+    return f"{start.recipe}, {first.config.trainer.max_steps} steps of {first.config.algorithm.name}"
+
+
+# The way of the weights: the transport, what a publication takes, and whether this machine has room for it.
+
+
+def describe_weights(config: RunConfig) -> str:
+    """The transport, and what it takes. Raises `ResourceError` where this machine has to hold publications and
+    cannot."""
+    transport = choose_transport(config)
+    if transport != "shm":
+        return f"{transport}, as asked for: a death is a return to the checkpoint, and ranks keep no copies"
+    if config.trainer.lora.publishes_adapter:
+        return "shm: adapters alone, through shared memory, and from node to node by their agents"
+    told = ["shm: through shared memory, and from node to node by their agents"]
+    if (num_elements := elements_of(config)) is None:
+        return f"{told[0]}; how much is known once the model is here"
+    size = publication_bytes(num_elements, config.rollout.dtype)
+    told.append(f"{_size(size)} a publication, {TURNS} of them on each node with engines")
+    if config.trainer.num_gpus_per_rank and config.rollout.num_gpus_per_worker:
+        told += [describe_times(way_of(config, size)), describe_wait(config, way_of(config, size))]
+    if not is_elsewhere():
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        told += look_at_room(config, num_elements, SharedMemory(usage.total, usage.free))
+    return "; ".join(told)
+
+
+def way_of(config: RunConfig, num_bytes: int) -> Way:
+    """The way of a version. A cluster's nodes are taken to have as many cores as a version can use."""
+    cores = MOST_THREADS if is_elsewhere() else len(os.sched_getaffinity(0))
+    return Way(
+        num_bytes, config.trainer.num_ranks, config.rollout.tensor_parallel_size,
+        threads_per_rank=max(1, int(config.cluster.cpus_per_worker)), threads_per_node=min(cores, MOST_THREADS),
+    )  # fmt: skip
+
+
+def describe_times(way: Way) -> str:
+    """The seconds that a version takes by each bus, by arithmetic."""
+    told = [
+        f"{bus}: {way.on_one_node_s(bus):.2g} s a publication, {way.between_nodes_s(bus):.2g} s to other nodes, then a "
+        f"pause of {way.paused_s(bus):.2g} s an engine"
+        for bus in BUSES
+    ]
+    return f"by arithmetic, {'; '.join(told)}"
+
+
+def describe_wait(config: RunConfig, way: Way) -> str:
+    """The part of it that the next step waits for."""
+    if config.max_staleness == 0:
+        return "the next step waits for all of it (max_staleness=0)"
+    if config.trainer.offload:
+        return "the next step waits until ranks have written it: weights are in the host's memory (trainer.offload)"
+    return f"the next step waits for copies on the GPUs, {way.taken_s:.2g} s of it, and counts once all is written"
+
+
+def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
+    """What a machine that all of the run is on has no room for, and the promise that lapses with it. Raises
+    `ResourceError` if that is the publications."""
+    publications = TURNS * publication_bytes(num_elements, config.rollout.dtype)
+    if memory.total_bytes < publications:
+        raise too_small("This machine", memory.total_bytes, publications)
+    if not (config.faults.keep_state and replaces_members(config)) or config.trainer.lora.rank:
+        return []
+    kept = kept_bytes(num_elements)
+    left = max(0, memory.free_bytes - publications)
+    if kept <= left:
+        return []
+    return [
+        f"the copies that ranks keep of their state ({_size(kept)}, faults.keep_state) do not fit into the "
+        f"{_size(left)} beside: the death of a rank is a return to the newest checkpoint, as is that of a "
+        f"trainer's node. To have ranks replaced, {how_to_enlarge(publications + kept)}"
+    ]
+
+
+def elements_of(config: RunConfig) -> int | None:
+    """Number of elements of the policy's tensors; None for a model that is not here."""
+    model = starting_model_config(config)
+    return num_parameters(model.fresh) if model.path is None else stored_elements(model.path)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+# The rewards, tried on a row.
+
+
+def try_rewards(config: RunConfig, flow: Dataflow) -> str:
+    """Call each reward on the first row, with an empty response and a short one, in processes as in a run. Returns what
+    they gave. Raises `ConfigError` for one that fails for both, or cannot be loaded."""
+    dataset = open_rows(config)
+    if dataset is None:
+        return ""
+    row = dataset.row(0)
+    task = row.prompt_task()
+    found = []
+    for name, spec in _rewards(config, flow):
+        results = asyncio.run(_tried(spec, task, config.reward.timeout_s))
+        if all(isinstance(result, RewardError) for result in results):
+            raise ConfigError(f"{name} fails on {row.where}: {results[-1]}")
+        given = ", ".join(f"{text!r} {_shown(result)}" for text, result in zip(RESPONSES, results, strict=True))
+        found.append(f"{name} on {row.where}: {given}")
+    return "; ".join(found)
+
+
+def _rewards(config: RunConfig, flow: Dataflow) -> Iterator[tuple[str, RewardSpec]]:
+    """The functions by name. What an environment or a judge of the run gives is not tried: neither is there yet."""
+    functions = {stage.name: stage.function for stage in flow.of_kind("reward")} or {"": None}  # for evaluation alone
+    for stage, function in functions.items():
+        name, options = reward_of(flow, stage, config)
+        if name != ENVIRONMENT_REWARD and not has_own_judge(name, options):
+            spec = RewardSpec.of(function or name, dict(options), tuple(config.imports))
+            yield (name if function is None else name_of(function)), spec
+
+
+async def _tried(spec: RewardSpec, task: str, timeout_s: float) -> list[RewardResult]:
+    async with RewardPool(spec, timeout_s=timeout_s) as pool:
+        return await pool.score([Response(text) for text in RESPONSES], [task] * len(RESPONSES))
+
+
+def _shown(result: RewardResult) -> str:
+    if isinstance(result, RewardError):
+        return f"fails ({result})"
+    return "does not count" if result is None else f"gets {result:g}"

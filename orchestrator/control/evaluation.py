@@ -17,15 +17,15 @@ from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers_or_end, is_recoverable
-from penstock.workers.attempts.runner import Played
-from penstock.workers.lifecycle.concurrent_tasks import cancel_all
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.agents.attempts import Played
+from penstock.workers.agents.trajectory import REJECTED
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
-from penstock.workers.reward.response import Response
-from penstock.workers.reward.result import RewardResult
+from penstock.workers.reward.reward_result import RewardResult
+from penstock.workers.reward.signatures import Response
 from penstock.workers.rollout.rollout_worker import sample_seed
-from penstock.workers.trajectory import REJECTED
+from penstock.workers.runtime.async_tasks import cancel_all
 
 ITSELF = "heldout"
 """Name of the set of problems of evaluation itself."""

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.conf.secret import hide_in
-from penstock.workers.machine.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.url_files import SavedFile
 
 FORMAT = 2
 

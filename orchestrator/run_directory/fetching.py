@@ -24,7 +24,7 @@ from penstock.orchestrator.run_directory.mirror import (
 from penstock.orchestrator.run_directory.run_directory import RUN_ID, RunDirectory
 from penstock.orchestrator.run_directory.run_lock import FILE, RunLock
 from penstock.orchestrator.run_directory.run_place import RunPlace
-from penstock.workers.machine.files import download, exists, find, read_if_there
+from penstock.workers.runtime.url_files import download, exists, find, read_if_there
 
 RECORDS = ("config.yaml", RUN_ID, METRICS, "cluster.json", EVENTS)
 """Files by which a run is looked at."""

@@ -1,14 +1,14 @@
-"""Brings what a run leaves in its directory to its URL, from a thread, while the run goes on.
+"""Uploads what a run leaves in its directory to its URL, from a thread, while training continues.
 
-    every few seconds:  look ─▶ what is due (`mirrored.py`) ─▶ upload: models, samples, report, …, then metrics, events
+    every few seconds:  look ─▶ due: what to upload, in order ─▶ upload: models, samples, report, …, metrics, events
 
-Training never waits for it. What cannot be uploaded is told once and counted (`failed_writes.py`), and tried again; at
-the end there is one last pass, and the user is told what did not arrive. A file is seen whole at the URL, and one of
-lines up to a whole line. The event that a run is over comes there once everything else of it is there: a reader that
-finds the last event finds the model.
+Failed uploads are reported once, counted (`failed_writes.py`) and retried. At the end there is one last pass, and the
+user is told which files are missing at the URL. A file appears there whole, and a file of lines up to a whole line.
+The event that ends a run is uploaded once everything else of it is at the URL, so that a reader of the last event finds
+the model. fsspec's `generic.rsync` does none of this: it has no order, copies files that are being written, and stops
+at the first that fails.
 
-Rules of mirroring: which files of a run's directory are to be at its URL, when a file is due to be uploaded, which
-copy of a run is the newer one, and the record of what was uploaded. Pure, but for `look` and the record.
+`mirror.json` records what was uploaded. `is_ahead` decides which of two copies of a run is the newer one.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from penstock.conf.errors import CheckpointError, RunInUse
 from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_lock import ENDS, STARTS
-from penstock.workers.machine.files import remove, upload, write_bytes
-from penstock.workers.machine.local_files import write_whole
+from penstock.workers.runtime.local_files import write_whole
+from penstock.workers.runtime.url_files import remove, upload, write_bytes
 
 RECORD = "mirror.json"
 EVENTS, METRICS, SPANS = "events.jsonl", "metrics.jsonl", "spans.jsonl"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
-from penstock.workers.machine.local_files import replacing
+from penstock.workers.runtime.local_files import replacing
 
 FOLDER = COLUMN = "pictures"
 """Name of the folder, and of the samples' column with the names of what is in there."""

@@ -14,7 +14,7 @@
     states/         those that a session's loop has saved (`loops/saved_states.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
-(`failed_writes.py`), any other file written whole (`workers/machine/local_files.py`): a run that is killed leaves
+(`failed_writes.py`), any other file written whole (`workers/runtime/local_files.py`): a run that is killed leaves
 whole files, and whole lines but perhaps the last one. One process at a time works in it (`run_lock.py`). Once the run
 has begun, what cannot be written does not end it (`failed_writes.py`): lines wait until they can be, samples and
 timeline are lost. With a URL as output_dir it is a working copy on this machine (`run_place.py`), which `mirror.py`
@@ -57,7 +57,7 @@ from penstock.orchestrator.run_directory.run_place import (
     new_place,
 )
 from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace
-from penstock.workers.machine.local_files import replacing, write_whole
+from penstock.workers.runtime.local_files import replacing, write_whole
 
 RUN_ID = "run_id"
 MADE_AT_START = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.run_directory.mirror import url_of
-from penstock.workers.machine.files import exists, is_url, list_names, remove
+from penstock.workers.runtime.url_files import exists, is_url, list_names, remove
 
 HASH_LENGTH = 16
 RESULTS = ("metrics.jsonl", "model", "checkpoints", "samples", "states")

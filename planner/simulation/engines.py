@@ -13,10 +13,9 @@ from penstock.planner.durations import Durations
 from penstock.planner.simulation.engine import EngineSeconds, SampledGroup, SimulatedEngine
 from penstock.planner.simulation.events import Clock, SimulatedStore
 from penstock.planner.simulation.members import TOKEN_BYTES, Samples
-from penstock.store.ledger.facts import Facts
-from penstock.store.ledger.group import row_ids
+from penstock.store.ledger.group import Facts, row_ids
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.service.messages import LeaseRequest
+from penstock.store.service.wire import LeaseRequest
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.group import Facts
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.clients import Clients
-from penstock.store.service.messages import LeaseRequest
-from penstock.store.service.waiting.allotment import Allotment
-from penstock.store.service.waiting.consumers import StragglerTimer
-from penstock.store.service.waiting.sharing import PATIENCE_S
-from penstock.store.service.waiting.wait_queue import LOOK
+from penstock.store.ledger.residents import Effects
+from penstock.store.service.sharing import PATIENCE_S, Allotment, Clients
+from penstock.store.service.waiters import CALLERS_EXAMINED, StragglerTimer
+from penstock.store.service.wire import LeaseRequest
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 
@@ -191,14 +188,14 @@ class SimulatedStore:
         if look := self.rounds.get(stage.name):
             look()
         while asking and stage.num_free:
-            requests = [one.request for one in islice(asking.values(), LOOK)]
+            requests = [one.request for one in islice(asking.values(), CALLERS_EXAMINED)]
             first = allotment.first(requests) if len(requests) > 1 else requests[0]
             if not self._give(allotment, asking, first, requests):
                 self._be_patient(index)
                 return
         if asking and self.ledger.spec.straggler_factor and stage is self.ledger.residents.sampling:
             while asking and (priority := self._stragglers.priority(allotment.held)) is not None:
-                requests = [one.request for one in islice(asking.values(), LOOK)]
+                requests = [one.request for one in islice(asking.values(), CALLERS_EXAMINED)]
                 if not self._give(allotment, asking, min(requests, key=priority), requests):
                     return
 

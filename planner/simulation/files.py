@@ -26,7 +26,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.timeline import Span, Work, Worked
 from penstock.planner.simulation.simulation import Simulation
 from penstock.planner.simulation.trainer import SimulatedStep
-from penstock.store.service.report import stats
+from penstock.store.service.store_stats import stats
 from penstock.workers.trainer.report import StepReport, TrainedRows
 
 TURN = "change of turns"
@@ -217,5 +217,5 @@ def _with_turn(spans: list[Span], formed: float) -> list[Span]:
 
 def opened(config: RunConfig, place: Path, now: float | None = None) -> tuple[RunDirectory, float]:
     """A new run directory below `place`, and the time at which the simulated run begins. Raises `ConfigError`."""
-    config = replace(config, output_dir=str(place), description=f"simulated: {config.description}".rstrip(": "))
-    return RunDirectory.create(config), time.time() if now is None else now
+    simulated = replace(config, output_dir=str(place), description=f"simulated: {config.description}".rstrip(": "))
+    return RunDirectory.create(simulated), time.time() if now is None else now

@@ -64,10 +64,10 @@ class Machine:
 
     def played(self, config: RunConfig, costs: ProcessorCosts | None = None) -> Simulated:
         """Play a split. `costs`: None: those of the pilot."""
-        config = replace(config, trainer=replace(config.trainer, max_steps=STEPS))
-        durations, lengths = self.durations(config, costs), self.pilot.lengths
+        shortened = replace(config, trainer=replace(config.trainer, max_steps=STEPS))
+        durations, lengths = self.durations(shortened, costs), self.pilot.lengths
         samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt)
-        return Simulation(config, durations, samples, cores=durations.cores()).run()
+        return Simulation(shortened, durations, samples, cores=durations.cores()).run()
 
     def splits(self) -> Iterator[Keys]:
         """Splits that are worth playing: no side alone asks for more threads than there are cores."""

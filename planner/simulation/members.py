@@ -10,10 +10,9 @@ from random import Random
 from penstock.conf.errors import ConfigError
 from penstock.planner.durations import Durations
 from penstock.planner.simulation.events import Clock, SimulatedStore
-from penstock.store.ledger.facts import Facts
-from penstock.store.ledger.group import row_ids
+from penstock.store.ledger.group import Facts, row_ids
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.service.messages import LeaseRequest
+from penstock.store.service.wire import LeaseRequest
 from penstock.store.spec import StageSpec
 
 MOST_UNITS = 64

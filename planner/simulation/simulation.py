@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.placement.actors import plan_actors
+from penstock.orchestrator.configuration.resolved import resolve
 from penstock.planner.costs.processors import Cores
 from penstock.planner.durations import Durations
 from penstock.planner.simulation.engines import Changes, Sampling, SimulatedEngines
@@ -64,8 +63,8 @@ class Simulation:
 
     def __post_init__(self) -> None:
         config, trainer = self.config, self.config.trainer
-        self.flow = dataflow_of(config)
-        self.plan = plan_actors(self.flow, config)
+        run = resolve(config)
+        self.flow, self.plan = run.flow, run.plan
         spec = replace(StoreSpec.of(self.flow, config, strict=True), lease_timeout_s=NEVER_S)
         self.clock, random = Clock(), Random(config.seed)
         epoch_s = self.epoch_s

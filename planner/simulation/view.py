@@ -39,13 +39,13 @@ LEAST_SHARE = 0.005
 """Least share of a side's time that is told."""
 
 
-def run(config: RunConfig, asked: Namespace, console: Console) -> None:
+def run(written: RunConfig, asked: Namespace, console: Console) -> None:
     """Simulate what the command line asks for, print the outcome, and write the run's files where they are wanted.
     Raises `ConfigError`, `SimulationStuck`."""
-    steps = asked.steps or min(STEPS, config.trainer.max_steps)
+    steps = asked.steps or min(STEPS, written.trainer.max_steps)
     if steps < 1:
         raise ConfigError(f"--steps {steps}: must be at least 1.")
-    config = replace(config, trainer=replace(config.trainer, max_steps=steps))
+    config = replace(written, trainer=replace(written.trainer, max_steps=steps))
     pilot = read_pilot(asked.pilot) if asked.pilot else None
     lengths = pilot.lengths if pilot is not None else lengths_of(config, asked.lengths)
     samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt, asked.dropped)

@@ -267,7 +267,7 @@ def test_validate_tells_an_error_once_and_says_which_other_checks_it_is_of(capsy
 
 
 def test_errors_survive_pickling() -> None:
-    for module in ("store.errors", "workers.gateway.http.errors"):
+    for module in ("store.errors", "workers.agents.gateway.client_errors"):
         importlib.import_module(f"penstock.{module}")
     for cls in PenstockError.__subclasses__():
         assert str(pickle.loads(pickle.dumps(cls("what was wrong")))) == "what was wrong"
@@ -282,7 +282,7 @@ def test_a_key_comes_from_a_file_or_a_variable_that_no_other_process_sees(
 ) -> None:
     def key_of(*words: str) -> str:
         monkeypatch.setenv(KEYS[command], "tml-environment")
-        found = cli.key_of(make_parser(cli.COMMANDS).parse_args([command, *words]), KEYS[command])
+        found = cli.key_of(make_parser().parse_args([command, *words]), KEYS[command])
         assert KEYS[command] not in os.environ
         return found
 

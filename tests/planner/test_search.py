@@ -15,6 +15,7 @@ from penstock.orchestrator.configuration import prerequisites
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import wanted_bytes
 from penstock.orchestrator.configuration.prerequisites import check_packages
+from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import checks
 from penstock.planner.asked import hours_of, kinds_of, lengths_of, not_counted, overrides_of, search_of
 from penstock.planner.candidates import with_keys
@@ -91,7 +92,7 @@ def test_kernels_that_are_not_installed_are_refused_before_a_run(
     word: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config([*WORDS, word])
-    found = {one.name: one for one in checks(config, dataflow_of(config), [])}["packages"]
+    found = {one.name: one for one in checks(ResolvedRun(config, dataflow_of(config), []))}["packages"]
     monkeypatch.setattr(prerequisites, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"{word} needs the package {package}, which is not installed here"):
         found.look()

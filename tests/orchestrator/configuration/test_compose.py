@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.algorithms import GrpoConfig, SftConfig
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.completed import completed
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.workers.user_code import packaged_recipes
 
@@ -106,21 +105,19 @@ def test_options_of_the_recipes_function_are_left_with_it(tmp_path: Path) -> Non
     assert of("reward.options.scale=2", "reward.function=digits") == {"scale": 2}
 
 
-def test_a_configuration_of_python_is_completed_as_a_loaded_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_of_python_is_resolved_as_a_loaded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise ValueError('it was imported')")
     (tmp_path / "rows.jsonl").write_text("")
-    config = RunConfig(data=DataConfig(path="rows.jsonl", source="jsonl"))
-    assert completed(config).data.path == str(tmp_path / "rows.jsonl")
+    config = RunConfig(data=DataConfig(path="rows.jsonl", source="jsonl"), algorithm=SftConfig())
+    assert resolve(config).config.data.path == str(tmp_path / "rows.jsonl")
     assert config.data.path == "rows.jsonl"
     with pytest.raises(ConfigError, match="it was imported"):
-        completed(RunConfig(imports=["mine.py"]))
+        resolve(RunConfig(imports=["mine.py"]))
     with pytest.raises(ConfigError, match="max_staleness"):
-        completed(RunConfig(placement="colocated", max_staleness=1))
+        resolve(RunConfig(placement="colocated", max_staleness=1))
     with pytest.raises(ConfigError, match="no algorithm is named"):
-        dataflow_of(completed(RunConfig()))
+        resolve(RunConfig())
 
 
 def test_an_algorithm_of_ones_own_is_named_by_file_and_function(tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import check_trackers, need
+from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.validate import checks
 
 
@@ -73,5 +72,4 @@ def test_trackers_say_where_the_numbers_go(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(("sinks", "is_checked"), [("[tensorboard,ray]", False), ("[mlflow]", True)])
 def test_a_run_is_checked_for_the_trackers_that_it_asks_for(sinks: str, is_checked: bool) -> None:
     config = load_config(["recipe=arithmetic", f"tracking.sinks={sinks}"])
-    flow = dataflow_of(config)
-    assert ("trackers" in [check.name for check in checks(config, flow, plan_actors(flow, config))]) == is_checked
+    assert ("trackers" in [check.name for check in checks(resolve(config))]) == is_checked

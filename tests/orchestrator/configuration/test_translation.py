@@ -14,12 +14,11 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.counterparts import Framework, frameworks, table
 from penstock.orchestrator.configuration.keys import sections
 from penstock.orchestrator.configuration.translate import as_yaml, read, translated
-from penstock.orchestrator.configuration.translation.rules import Framework, table
-from penstock.orchestrator.configuration.translation.trl import TRL
-from penstock.orchestrator.configuration.translation.verl import VERL
 
+VERL, TRL = frameworks()
 PAGE = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()
 VERL_GSM8K = """set -x
 python3 -m verl.trainer.main_ppo \\
@@ -282,7 +281,7 @@ def test_no_key_is_passed_over(framework: Framework) -> None:
 
 @pytest.mark.parametrize("framework", [VERL, TRL], ids=lambda one: one.name)
 def test_the_page_has_every_key_and_every_key_of_ours_is_one(framework: Framework) -> None:
-    assert table(framework) in PAGE, "docs/coming_from.md: put `rules.table` of the framework there"
+    assert table(framework) in PAGE, "docs/coming_from.md: put `counterparts.table` of the framework there"
     known = {key.name for section in sections() for key in section.keys}
     known |= {f"{name.rpartition('.')[0]}.*" for name in known} | {section.title for section in sections()}
     named = {name for rule in framework.rules for name in re.findall(r"`([^`]+)`", rule.ours)} | {"algorithm.name"}

@@ -24,6 +24,7 @@ from penstock.conf.errors import (
     SandboxUnavailable,
 )
 from penstock.conf.model import FreshModelConfig
+from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import (
@@ -32,14 +33,19 @@ from penstock.orchestrator.configuration.prerequisites import (
     num_parameters,
     processor_of,
 )
+from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.fresh_model import build_fresh_model, model_config, vocabulary_size
 from penstock.workers.sandbox.execution import Limits
-from tests.workers.gateway.formats.real_templates import trl_template
+from tests.workers.agents.gateway.formats.real_templates import trl_template
 
 SMALL = FreshModelConfig(
     num_layers=1, hidden_size=64, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
 )
+
+
+def resolved(config: RunConfig, flow: Dataflow) -> ResolvedRun:
+    return ResolvedRun(config, flow, plan_actors(flow, config))
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +70,7 @@ def rows(tmp_path: Path) -> Path:
 def check(*words: str) -> None:
     config = load_config(words)
     flow = build_dataflow(config.algorithm)
-    check_run(config, flow, plan_actors(flow, config))
+    check_run(resolved(config, flow))
 
 
 def test_responses_of_a_dataset_are_judged_without_an_engine() -> None:
@@ -248,7 +254,7 @@ def found(name: str, *words: str) -> str:
     """What a check found."""
     config = load_config(words)
     flow = dataflow_of(config)
-    return next(check for check in checks(config, flow, plan_actors(flow, config)) if check.name == name).look()
+    return next(check for check in checks(resolved(config, flow)) if check.name == name).look()
 
 
 def test_rows_without_an_answer_are_told_and_refused_where_one_is_needed(tmp_path: Path) -> None:
@@ -332,7 +338,7 @@ def test_experts_of_a_dense_model_are_not_replayed(model: Path) -> None:
 def test_the_transport_of_weights_is_told_and_one_that_cannot_work_refused(rows: Path) -> None:
     config = load_config([f"data.path={rows}"])
     flow = build_dataflow(config.algorithm)
-    found = {check.name: check for check in checks(config, flow, plan_actors(flow, config))}
+    found = {check.name: check for check in checks(resolved(config, flow))}
     assert found["weights"].look().startswith("shm: through shared memory, and from node to node by their agents")
     assert "weights.transport=nccl" in refused(ConfigError, f"data.path={rows}", "weights.transport=nccl")
 
@@ -344,7 +350,7 @@ def test_a_state_that_no_checkpoint_can_keep_is_refused_if_any_are_taken(rows: P
     flow.train(loss=policy_loss)
     for every, found in ((50, {"states"}), (0, set())):
         config = load_config([*words, f"checkpoint.every_steps={every}"])
-        states = [check for check in checks(config, flow, plan_actors(flow, config)) if check.name == "states"]
+        states = [check for check in checks(resolved(config, flow)) if check.name == "states"]
         assert {check.name for check in states} == found
         for check_ in states:
             with pytest.raises(DataflowError, match=r"stage 'mine': of its state, \['seen'\] is of type set"):
@@ -355,7 +361,7 @@ def test_a_state_that_no_checkpoint_can_keep_is_refused_if_any_are_taken(rows: P
 def test_a_url_for_runs_is_asked_whether_it_answers(model: Path, rows: Path, url: str, answer: str | None) -> None:
     config = load_config([f"model.path={model}", f"data.path={rows}", f"output_dir={url}"])
     flow = build_dataflow(config.algorithm)
-    (check,) = [check for check in checks(config, flow, plan_actors(flow, config)) if check.name == "output_dir"]
+    (check,) = [check for check in checks(resolved(config, flow)) if check.name == "output_dir"]
     if answer is not None:
         assert check.look().startswith(answer)
     else:
@@ -369,7 +375,7 @@ def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch:
     told: list[str] = []
     config = load_config(words)
     flow = build_dataflow(config.algorithm)
-    check_run(config, flow, plan_actors(flow, config), told.append)
+    check_run(resolved(config, flow), told.append)
     (said,) = told
     assert said.startswith("sandbox: tried from inside, and no hole found; ")
     assert "control group" in said, "which limits hold here"
@@ -382,7 +388,7 @@ def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch:
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")  # it is to hold on that cluster's nodes
     config = load_config(words)
     flow = build_dataflow(config.algorithm)
-    (found,) = [one for one in checks(config, flow, plan_actors(flow, config)) if one.name == "sandbox"]
+    (found,) = [one for one in checks(resolved(config, flow)) if one.name == "sandbox"]
     assert (found.look(), found.is_told) == ("tried on the cluster's nodes when the run starts", False)
 
 
@@ -412,7 +418,7 @@ def test_how_calls_of_tools_are_read_is_told_at_the_start(model: Path, rows: Pat
         said: list[str] = []
         config = load_config([*tools, *words])
         flow = dataflow_of(config)
-        check_run(config, flow, plan_actors(flow, config), said.append)
+        check_run(resolved(config, flow), said.append)
         return [text for text in said if text.startswith("tool calls")]
 
     assert told(f"model.path={chats}") == ["tool calls: calls are read as qwen3_coder"]
@@ -457,7 +463,7 @@ def test_a_template_that_writes_answered_conversations_otherwise_is_told(model: 
     for path in (model, thinks):
         config = load_config([*words, f"model.path={path}", "rollout.max_model_len=256"])
         flow = build_dataflow(config.algorithm)
-        found = {check.name: check for check in checks(config, flow, plan_actors(flow, config))}
+        found = {check.name: check for check in checks(resolved(config, flow))}
         told.append(found["rewritten turns"].look())
     assert told[0] == ""
     assert "begins an answered conversation with another text than the prompt" in told[1]

@@ -8,13 +8,14 @@ from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.run import WarmStartConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.validate import first_runs
-from penstock.orchestrator.run import with_other_models
+from penstock.orchestrator.configuration.resolved import resolve
+from penstock.orchestrator.run import with_models
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 
 def test_models_of_other_recipes_are_made_from_where_the_run_starts(tmp_path, monkeypatch):
-    config = load_config(["recipe=distill", f"output_dir={tmp_path}", "name=run", "seed=5"])
+    words = ["recipe=distill", f"output_dir={tmp_path}", "name=run", "seed=5", "model.path=/the/start"]
+    config = load_config(words)
     asked = []
 
     def made(first):
@@ -23,9 +24,10 @@ def test_models_of_other_recipes_are_made_from_where_the_run_starts(tmp_path, mo
 
     monkeypatch.setattr(running, "run", made)
     directory = RunDirectory.create(config)
-    found = with_other_models(config, directory, "/the/start")
+    found = with_models(resolve(config), directory)
     directory.close()
-    assert found.model.paths == {"teacher": str(tmp_path / "made")}
+    assert found.model_path == "/the/start"
+    assert found.config.model.paths == {"teacher": str(tmp_path / "made")}
     assert config.model.paths == {}
     (first,) = asked
     assert (first.algorithm.name, first.seed, first.model.path) == ("sft", 5, "/the/start")
@@ -35,9 +37,9 @@ def test_models_of_other_recipes_are_made_from_where_the_run_starts(tmp_path, mo
 
 def test_a_model_that_is_there_is_not_made_again(tmp_path):
     config = load_config(["recipe=ppo", f"model.paths.reward_model={tmp_path}"])
-    assert [start.recipe for start in first_runs(config)] == ["sft"]
+    assert [start.recipe for start in resolve(config).first_runs] == ["sft"]
     config = load_config(["recipe=ppo", f"model.path={tmp_path}"])
-    assert first_runs(config) == [WarmStartConfig(recipe="reward_model")]
+    assert resolve(config).first_runs == [WarmStartConfig(recipe="reward_model")]
 
 
 def test_a_model_that_nobody_names_is_an_error_with_its_key():

@@ -12,18 +12,19 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.placement.actors import needed, plan_actors
+from penstock.orchestrator.cluster.placement.actors import needed
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import (
     UNKNOWN,
     MemoryView,
     gpu_bytes,
-    settled,
+    resolve_auto,
     shapes_of,
     with_memory,
 )
 from penstock.orchestrator.configuration.prerequisites import num_parameters
+from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve
 from penstock.orchestrator.configuration.run_memory import GIB, RunMemory, engine_memory, host_parts
 from penstock.orchestrator.configuration.validate import show_memory
 from tests.orchestrator.configuration.memory import shapes
@@ -42,8 +43,7 @@ def view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Memor
         (tmp_path / "config.json").write_text(json.dumps(getattr(shapes, model)))
         known = [f"cluster.gpu_memory_gib={gpu_gib}"] if gpu_gib else []
         config = load_config(["recipe=gsm8k", f"model.path={tmp_path}", *known, *words])
-        flow = dataflow_of(config)
-        return MemoryView.of(config, flow, plan_actors(flow, config))
+        return MemoryView.of(resolve(config))
 
     return make
 
@@ -83,13 +83,13 @@ def test_actors_reserve_what_they_hold_alone(view: Callable[..., MemoryView]) ->
     shown = view(LARGE, "trainer.num_ranks=8", "rollout.num_workers=8", "cluster.cpus_per_worker=4")
     config, memory = memory_of(shown).config, memory_of(shown)
     nodes = [Node("a", "a", "10.0.0.1", cpus=64, memory=1024 * GIB), Node("b", "b", "10.0.0.2", memory=GIB)]
-    plan = with_memory(config, memory.flow, shown.plan, nodes)
+    plan = with_memory(ResolvedRun(config, memory.flow, shown.plan), nodes)
     reserved = {actor.name: actor.memory for actor in plan}
     rank = 12 * shape_of(LARGE).num_parameters / 8 + 2**27
     assert reserved["Trainer-policy-0"] == int(rank)  # a checkpoint's copy, and buffers for weights from its GPU
     assert reserved["Rollout-0"] == reserved["Store"] == 0  # on its GPU; at most, by store.max_bytes
     off = replace(config, cluster=replace(config.cluster, reserve_memory=False))
-    assert not any(actor.memory for actor in with_memory(off, memory.flow, shown.plan, nodes))
+    assert not any(actor.memory for actor in with_memory(ResolvedRun(off, memory.flow, shown.plan), nodes))
 
 
 @pytest.mark.parametrize("gib", [1, 16])
@@ -99,7 +99,7 @@ def test_what_fits_by_cpus_fits_by_memory(view: Callable[..., MemoryView], gib: 
     shown = view(LARGE, *words, "trainer.num_ranks=2")
     memory, cpus = memory_of(shown), needed(shown.plan)[0]
     nodes = [Node("a", "a", "10.0.0.1", cpus=cpus, memory=gib * GIB)]
-    plan = with_memory(memory.config, memory.flow, shown.plan, nodes)
+    plan = with_memory(ResolvedRun(memory.config, memory.flow, shown.plan), nodes)
     assert 0 < sum(actor.memory for actor in plan) <= gib * GIB
 
 
@@ -249,7 +249,8 @@ def test_a_run_on_a_cluster_takes_what_its_gpus_have(view: Callable[..., MemoryV
     node = Node("a", "host", "10.0.0.1", 8, 8, {"ray.io/accelerator-type": "H100"})
     config = memory_of(shown).config
     assert gpu_bytes(config, [node, node]) == 79.1 * GIB
-    result = settled(config, memory_of(shown).flow, shown.plan, [node, node], told.append)
+    asked = ResolvedRun(config, memory_of(shown).flow, list(shown.plan))
+    result = resolve_auto(asked, [node, node], told.append).config
     assert result.trainer.max_tokens_per_microbatch == 32768
     assert "trainer.max_tokens_per_microbatch=32768" in told[0]
     two_sizes = Node("b", "other", "10.0.0.2", 8, 8, {"ray.io/accelerator-type": "A100"})

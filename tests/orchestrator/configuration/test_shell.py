@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.orchestrator.configuration.translation.shell import commands_of, is_unresolved
+from penstock.orchestrator.configuration.shell import commands_of, is_unresolved
 
 SCRIPTS = [
     "run a=b 'c d' \"e f\" g\\ h",

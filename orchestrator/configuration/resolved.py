@@ -1,0 +1,59 @@
+"""A run as it is carried out: the configuration, made complete, and what follows from it.
+
+RunConfig ─▶ resolve ─▶ ResolvedRun: checks, `penstock validate`, sweeps, plans, simulations
+                            │ on a cluster
+                            ▼
+          resolve_auto (`memory_view.py`): what was `auto`, and the memory of actors
+                            ▼
+          with_models (`run.py`): the models that training starts from ─▶ actors
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.run import RunConfig, WarmStartConfig, validate
+from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.configuration.compose import load_config, make_paths_absolute
+from penstock.orchestrator.configuration.recipes import load_file
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run with all that is known of it. Where more becomes known, another one is made of it."""
+
+    config: RunConfig
+    """The configuration with absolute paths, its sections checked against each other."""
+    flow: Dataflow
+    plan: list[ActorPlan]
+    """The actors of the run."""
+    model_path: str = ""
+    """The model that training starts from; empty as long as none is made."""
+
+    @property
+    def first_runs(self) -> list[WarmStartConfig]:
+        """The runs that come before this one, for its models."""
+        config = self.config
+        starts = [config.warm_start] if config.warm_start.recipe and config.model.path is None else []
+        return starts + [start for name, start in config.other_models.items() if name not in config.model.paths]
+
+
+def resolve(config: RunConfig, flow: Dataflow | None = None) -> ResolvedRun:
+    """Resolve a configuration, loaded or made in Python, which stays as it is: paths become absolute, the user's files
+    are imported. `flow`: the user's own dataflow; None: that of `config.algorithm`. Raises `ConfigError` for what
+    `load_config` refuses."""
+    own = deepcopy(config)
+    make_paths_absolute(own, Path.cwd())
+    own.imports = [str(Path(file).expanduser().resolve()) for file in own.imports]
+    for file in own.imports:
+        load_file(Path(file), "imports")
+    validate(own)
+    graph = dataflow_of(own, flow)
+    return ResolvedRun(own, graph, plan_actors(graph, own))
+
+
+def resolve_first(first: WarmStartConfig) -> ResolvedRun:
+    """Resolve a run that comes before another."""
+    return resolve(load_config([f"recipe={first.recipe}", *first.overrides]))
