@@ -24,7 +24,7 @@ from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, 
 from benchmarks.store_pictures import FULL, QUICK, measure_pictures, picture_targets, print_pictures
 from benchmarks.store_scale import measure_scale, print_scale
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.group import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec
 

@@ -26,15 +26,15 @@ from benchmarks.harness import Target, new_table, parse_arguments, print_targets
 from benchmarks.store import ledger_spec
 from penstock.metering.meters import Meters
 from penstock.network.connection import Address
-from penstock.store.client.client import StoreClient
-from penstock.store.data.arena import Arena
-from penstock.store.data.layout import Inline, Placed, SentBatch
-from penstock.store.data.remote.nodes import RowsNode, RowsNodes
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data.codec import Inline, Placed, SentBatch
+from penstock.store.data.remote_rows import RowsNode, RowsNodes
+from penstock.store.data.segment_files import Arena
 from penstock.store.data.segments import Segments
-from penstock.store.ledger.facts import Facts
-from penstock.store.service.report import StoreMeter
+from penstock.store.ledger.group import Facts
 from penstock.store.service.store import Store
 from penstock.store.service.store_actor import GC_THRESHOLD
+from penstock.store.service.store_stats import StoreMeter
 from tests.store.invariants import check_invariants
 
 SIZE, PUT, SOME = 8, 512, 64

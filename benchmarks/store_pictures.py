@@ -23,12 +23,12 @@ import numpy as np
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
-from penstock.network.handshake import new_token
-from penstock.store.client.client import StoreClient
+from penstock.network.connection import new_token
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.roots import SHARED_MEMORY
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint, StorePort
 from penstock.store.spec import StageSpec, StoreSpec
 
 GROUP = 8

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.workers.protocols import Publication, Sampling

@@ -24,7 +24,7 @@ import xxhash
 
 from benchmarks.peers.channel import Channel
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store_actor import create_store_actor, end_store_actor
 from penstock.store.spec import StageSpec, StoreSpec
 

@@ -23,12 +23,11 @@ from benchmarks.peers.channel import Channel
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
-from penstock.store.client.client import StoreClient
-from penstock.store.data.remote.nodes import ROWS, RowsNode, RowsNodes
-from penstock.store.data.remote.server import RowsServer
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data.remote_rows import ROWS, RowsNode, RowsNodes, RowsServer
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint, StorePort
 from penstock.store.spec import StageSpec, StoreSpec
 
 TOKEN = bytes(32)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.peers.channel import Channel
 from benchmarks.peers.penstock_store import make_spec
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.service.store_actor import create_store_actor, end_store_actor
 

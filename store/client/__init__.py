@@ -1,1 +1,1 @@
-"""The workers' side of the store: leases, writes, heartbeats. Begin with `client.py`."""
+"""The workers' side of the store: leases, writes, heartbeats. Begin with `store_client.py`."""

@@ -18,9 +18,9 @@ from typing import Protocol
 from penstock.conf.errors import PartnerGone, StoreError, WorkerDied
 from penstock.network.connection import Connection, connect, connect_path
 from penstock.store.data.codec import NOTHING, Codec, Malformed
-from penstock.store.service.messages import ANSWER, HELLO, MESSAGE, Answer, ClientMessage, Hello, calls_of
-from penstock.store.service.server import STORE_SERVICE, Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import STORE_SERVICE, Endpoint
+from penstock.store.service.wire import ANSWER, HELLO, MESSAGE, Answer, ClientMessage, Hello, calls_of
 
 BEATS_PER_TIMEOUT = 3
 """Renewals of a lease before it would run out."""

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.conf.errors import PartnerGone, StoreError
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import HAS_LEFT
 from penstock.store.client.lease import Lease, SharedLease, Values
+from penstock.store.client.links import HAS_LEFT
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 

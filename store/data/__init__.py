@@ -1,3 +1,3 @@
 """The contents of the store: columns and rows, the blocks that have them, the files that have the blocks. Begin with
-`blocks.py`.
+`block_index.py`.
 """

@@ -1,11 +1,11 @@
 """Rows as consumers see them: one entry a sample, columns by name, backed by Arrow without padding.
 
-A lease hands them out (`client/client.py`), and engines, rewards and trainers compute on them. Arrays that leave here
-are views of Arrow buffers, which may lie in shared memory and are read-only: copy before writing. Imports neither
-torch nor Ray.
+A lease hands them out (`client/store_client.py`), and engines, rewards and trainers compute on them. Arrays that leave
+here are views of Arrow buffers, which may lie in shared memory and are read-only: copy before writing. Imports no Ray,
+and torch for `tensors` alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +14,7 @@ import pyarrow as pa
 
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.conf.errors import StoreError
-from penstock.store.data.blobs import blobs_of, is_blobs, take
-from penstock.store.data.schema import arrow_type, ragged_array
+from penstock.store.data.schema import arrow_type, blobs_of, is_blobs, ragged_array, take
 from penstock.store.errors import UnknownColumn, WrongLength
 
 
@@ -208,6 +207,38 @@ class Rows:
             known = values[where][~np.isnan(values[where])]
             means[where] = known.mean() if len(known) else np.nan
         return means
+
+    def tensors(self, name: str) -> Any:
+        """A column as functions of columns get it (`Dataflow.compute`): one `[N]` tensor of numbers, a list of `[T_i]`
+        tensors of a ragged column, a list of strings or blobs. Copied: buffers are shared and read-only."""
+        import torch  # late: nothing else here needs it
+
+        found = self[name]
+        if isinstance(found, np.ndarray):
+            return torch.from_numpy(found.copy())
+        return [torch.from_numpy(one.copy()) if isinstance(one, np.ndarray) else one for one in found]
+
+    def per_group(self, function: Callable[..., Any], *names: str) -> np.ndarray:
+        """Call a function of columns once for each group, as `Dataflow.compute(per="group")` does, with a keyword for
+        each column. Returns a value for each row, `[N]` float32.
+
+        Rows with a number that is not finite, such as the reward that failed, are left out of their group and get NaN.
+        Raises `WrongLength` unless there is a value for each of the others.
+
+            rows.per_group(leave_one_out, "reward")
+        """
+        found, columns = np.full(len(self), np.nan, np.float32), [self[name] for name in names]
+        finite = [np.isfinite(values) for values in columns if isinstance(values, np.ndarray)]
+        counts = np.logical_and.reduce([np.ones(len(self), bool), *finite])
+        for group, where in self.groups():
+            if not len(where := where[counts[where]]):
+                continue
+            part = self.select(where)
+            values = np.asarray(function(**{name: part.tensors(name) for name in names}))
+            if values.shape != where.shape:
+                raise WrongLength(f"group {group}: values of shape {values.shape} for {len(where)} rows.")
+            found[where] = values
+        return found
 
     def table(self) -> pa.Table:
         """The columns as an Arrow table, without the ids."""

@@ -3,16 +3,17 @@
     written ─ adopt ─▶ the store's ─ end, last use over ─▶ back to its writer, to be written again
                             └─ beyond the budget ─▶ moved to disk        └─ or removed
 
-A producer writes the file (`arena.py`) and names it in its call; from then on the store decides when it goes, so a
-producer that dies takes nothing along. What exceeds the budget of shared memory is moved to disk, where it is mapped
-all the same: rows that came last are needed last. A client is told what ended with its next answer, or soon if there
-is none. `segment_book.py` decides what becomes of a file; here it is done.
+A producer writes the file (`segment_files.py`) and names it in its call; from then on the store decides when it goes,
+so nothing is lost with a producer. What exceeds the budget of shared memory is moved to disk, where it is mapped all
+the same: rows that came last are needed last. A client learns what ended with its next answer, or soon if there is
+none. `segment_book.py` decides what becomes of a file; `Segments` does it. `Intake` takes any batch, small or large:
+checked against the schema, it becomes a block.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,17 +21,15 @@ import pyarrow as pa
 from msgspec import Struct
 
 from penstock.network.names import OutsideName, checked
-from penstock.store.data.arena import Arena, preallocate
-from penstock.store.data.layout import Placed
-from penstock.store.data.mappings import DebouncedCall, Mappings
-from penstock.store.data.moving import FileThread, move, written_by
-from penstock.store.data.payload import Payload
-from penstock.store.data.remote.nodes import Orders, RowsNodes
-from penstock.store.data.remote.pulls import Pulls
-from penstock.store.data.remote.server import Preallocate, Remove, RowsServer, Spill, Sweep
+from penstock.store.data.block_index import Block, Payload
+from penstock.store.data.codec import Placed, SentBatch, kind_of
+from penstock.store.data.remote_rows import Orders, Preallocate, Pulls, Remove, RowsNodes, RowsServer, Spill, Sweep
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
+from penstock.store.data.schema import check_types
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
-from penstock.store.errors import StoreClosed, StoreError
+from penstock.store.data.segment_files import Arena, DebouncedCall, FileThread, Mappings, move, preallocate, written_by
+from penstock.store.errors import RowsLost, StoreClosed, StoreError
+from penstock.store.spec import StoreSpec
 
 REMOVED_HERE = 16 << 20
 """The most bytes of files that are removed without a thread: two milliseconds."""
@@ -188,9 +187,12 @@ class Segments:
             self._orders.give(node, Spill(name))
             self._carry_out(self.book.spilled(name))
 
-    def hold(self, refs: Sequence[Placed]) -> "Held":
-        """Hold these batches, for the store itself, until they are released. Raises `StoreError` if the rows of one
-        have ended."""
+    @contextmanager
+    def held(self, refs: Sequence[Placed]) -> Iterator[Callable[[Payload], Payload]]:
+        """Hold these batches meanwhile, so that no writer overwrites them: mapped if they lie here, pulled when they
+        are needed if not. Returns a function that puts the values of a payload in place of its references to them. It
+        blocks where some lie on another node, and raises `RowsUnreachable`. Raises `StoreError` if the rows of one have
+        ended."""
         for placed in refs:
             name = placed.segment
             if not self.book.in_use(name) or self.book.segments[name].content != placed:
@@ -199,36 +201,35 @@ class Segments:
             self._unuse_soon = DebouncedCall(asyncio.get_running_loop(), self._unuse_own)
         for placed in refs:
             self.book.use(SELF, placed.segment)
-        local, remote = [one for one in refs if not one.node], [one.segment for one in refs if one.node]
         try:
-            batches = self._mappings.read_all(local)
-        except BaseException:  # whatever the notes of a batch have led to
-            self._mappings.skip(remote)
-            raise
-        return Held(dict(zip(local, batches, strict=True)), self._pulls, lambda: self._mappings.skip(remote))
+            local = [placed for placed in refs if not placed.node]
+            batches = dict(zip(local, self._mappings.read_all(local), strict=True))
+            yield lambda payload: self._resolved(payload, lambda refs: [batches[placed] for placed in refs])
+        finally:
+            self._mappings.skip(placed.segment for placed in refs if placed.node)
 
     def reader(self) -> Callable[[Payload], Payload]:
-        """Return a function like `Held.resolve`, for one thread: of batches that cannot end meanwhile, each mapped when
+        """Return a function like that of `held`, for one thread: of batches that cannot end meanwhile, each mapped when
         it is needed and no longer."""
         mappings = Mappings((str(self.directory), str(self.spill)), lambda: None)
 
-        def resolve(payload: Payload) -> Payload:
-            if any(placed.node for placed in payload.refs):
-                payload = self._pulls.fetch_blocking(payload, is_remote)
-            batches = mappings.read_all(payload.refs)
-            mappings.forget(placed.segment for placed in payload.refs)
+        def read(refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+            batches = mappings.read_all(refs)
+            mappings.forget(placed.segment for placed in refs)
             mappings.ended()
-            return payload.with_batches(batches)
+            return batches
 
-        return resolve
+        return lambda payload: self._resolved(payload, read)
+
+    def _resolved(self, payload: Payload, read: Callable[[Sequence[Placed]], list[pa.RecordBatch]]) -> Payload:
+        """Return a payload with the values in place of its references. `read`: gives those that lie here."""
+        if any(placed.node for placed in payload.refs):
+            payload = self._pulls.fetch_blocking(payload)
+        return payload.with_batches(read(payload.refs))
 
     def end(self, name: str) -> None:
         """Note that no row lies in a segment any more."""
         self._carry_out(self.book.end(name))
-
-    def use(self, client: str, name: str) -> None:
-        """Note that a client is told of a segment, and will read it."""
-        self.book.use(client, name)
 
     def unuse(self, client: str, names: list[str]) -> None:
         """Note that these readings of a client have ended."""
@@ -355,26 +356,6 @@ class Segments:
         )
 
 
-class Held:
-    """Batches that no writer overwrites: mapped if they lie here, pulled when they are needed if not. `release` when
-    they are not needed any more; any thread."""
-
-    def __init__(self, local: Mapping[Placed, pa.RecordBatch], pulls: Pulls, release: Callable[[], None]) -> None:
-        self._local, self._pulls = local, pulls
-        self.release = release
-
-    def resolve(self, payload: Payload) -> Payload:
-        """Return a payload that refers to no other batches, with the values in place of the references. Blocks where
-        some lie on another node. Raises `RowsUnreachable`."""
-        if any(placed.node for placed in payload.refs):
-            payload = self._pulls.fetch_blocking(payload, is_remote)
-        return payload.with_batches([self._local[placed] for placed in payload.refs])
-
-
-def is_remote(placed: Placed) -> bool:
-    return bool(placed.node)
-
-
 def _named(placed: Placed) -> str:
     """The segment of a batch. Raises `StoreError` for what is no name of a file: a client chooses it, and the store
     removes it."""
@@ -396,3 +377,57 @@ def _remove(*files: Path) -> None:
     for file in files:
         with suppress(OSError):
             file.unlink()
+
+
+class Intake:
+    """The entrance of batches. Small ones stay where they are; large ones lie in segments, where there are any."""
+
+    def __init__(self, spec: StoreSpec, segments: Segments | None) -> None:
+        self._segments = segments
+        self._inline_bytes = spec.inline_bytes
+        self.lost_nodes: set[str] = set()
+        """Nodes that count as lost: what lies there is not taken."""
+        self.columns = {column.name: column for column in spec.columns}
+
+    async def ready(self, sent: SentBatch) -> SentBatch:
+        """Prepare a batch, so that `block` takes it without keeping others waiting. Raises `StoreError`; then nothing
+        of it is kept."""
+        if self._segments is None:
+            return sent
+        if isinstance(sent, Placed):
+            await self._segments.spill_if_needed(sent)
+            return sent
+        if sent.batch.nbytes <= self._inline_bytes:
+            return sent
+        return await self._segments.keep_in_thread(sent.batch)
+
+    def block(self, sent: SentBatch, num_rows: int) -> Block:
+        """Make a block. Raises `UnknownColumn`, `WrongType`, `WrongLength`, `StoreError`; then nothing of the batch
+        is kept."""
+        if isinstance(sent, Placed):
+            return self._adopted(sent, num_rows)
+        batch = sent.batch
+        types = zip(batch.schema.names, map(kind_of, batch.schema.types), strict=True)
+        check_types(self.columns, types, batch.num_rows, num_rows)
+        if self._segments is None or batch.nbytes <= self._inline_bytes:
+            return Block(batch, None, batch.nbytes)
+        return self._adopted(self._segments.keep(batch), num_rows)
+
+    def free(self, block: Block) -> None:
+        """Free a block in which no cell lies any more."""
+        if block.ref is not None and self._segments is not None:
+            self._segments.end(block.ref.segment)
+
+    def _adopted(self, placed: Placed, num_rows: int) -> Block:
+        assert self._segments is not None
+        if placed.node in self.lost_nodes:
+            raise RowsLost(f"segment {placed.segment} lies on node {placed.node}, which counts as lost.")
+        self._segments.adopt(placed)
+        block = Block(None, placed, placed.nbytes)
+        try:
+            types = ((name, kind) for name, kind, _ in placed.columns)
+            check_types(self.columns, types, placed.num_rows, num_rows)
+        except StoreError:
+            self.free(block)
+            raise
+        return block

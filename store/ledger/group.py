@@ -5,9 +5,33 @@ A write, a lease or a drop of any number of a group's rows is a few integer oper
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 NO_VERSION = 2**62
 """Oldest version of a row without tokens: newer than any, so it is never stale."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of the rows of a write, for the ledger: lists of one entry a row, None where no column tells."""
+
+    row_bytes: list[int]
+    oldest_version: list[int] | None = None
+    response_tokens: list[int] | None = None
+    prompt_tokens: list[int] | None = None
+    token_column: str = ""
+    token_lengths: list[int] | None = None
+    """Entries of each row of `token_column`, any of the token columns written."""
+    context_tokens: list[int] | None = None
+    """Tokens of a trajectory that were read and not sampled."""
+    rewards: list[float] | None = None
+
+    @classmethod
+    def concat(cls, parts: "Sequence[Facts]") -> "Facts":
+        """Facts of all rows of `parts`, which are writes of the same columns."""
+        first = parts[0]
+        names = [name for name, known in vars(first).items() if isinstance(known, list)]
+        return replace(first, **{name: [value for part in parts for value in getattr(part, name)] for name in names})
 
 
 class Group:

@@ -74,10 +74,11 @@ class Account:
     client: str
     counts_rows: bool
 
-    def opened(self, masks: Iterable[int]) -> None:
-        """Count the rows that were opened. `masks`: of rows, one a group."""
-        found = sum(mask.bit_count() for mask in masks) if self.counts_rows else sum(map(bool, masks))
+    def opened(self, masks: Iterable[int]) -> int:
+        """Count the rows that were opened. `masks`: of rows, one a group. Returns the number of units."""
+        found = sum(map(int.bit_count if self.counts_rows else bool, masks))
         self.holdings.add(self.client, found)
+        return found
 
     def closed(self, mask: int, is_last: bool) -> None:
         """Count the rows of a group that are open no more. `is_last`: none is left."""

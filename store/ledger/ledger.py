@@ -14,23 +14,54 @@ Guarantees:
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
 - results of a row enter once, from whichever worker; a writer whose lease is over is told unless they are there;
 - values that are lost are made again, with everything that was computed from them (see `lost_values.py`).
+
+A store that continues from a snapshot in another one's place catches up with what was trained since:
+
+    snapshot ── steps s + 1 … n were trained ──▶ the store dies        restore(snapshot) ─▶ catch_up(steps s + 1 … n)
+
+A row that was trained ends, as if it had been trained here. Any other comes again: it is as it was when the snapshot
+was taken, or is admitted again under its number, and sampled with its seed. Groups are trained in order, so one that
+was passed by more than the window allows had been dropped: it ends as `dropped/store_lost`, since its reason is lost
+too. With a window of more than one group, such a group near the end may be made again.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
-from penstock.store.errors import DuplicateRow, LeaseExpired, RowNotLeased, RowsLost, StoreError, UnknownStage
+from penstock.conf.errors import suggest
+from penstock.store.errors import (
+    DuplicateRow,
+    LeaseExpired,
+    RowNotLeased,
+    RowsLost,
+    StoreError,
+    TooLarge,
+    UnknownColumn,
+    UnknownStage,
+    WrongLength,
+)
 from penstock.store.ledger.admission import check_group_bytes
-from penstock.store.ledger.catching_up import catch_up, end
-from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.facts import Facts, check_facts, columns_written, note_facts
-from penstock.store.ledger.group import Group, masks_of, num_rows, row_ids, spans_of
+from penstock.store.ledger.group import (
+    Facts,
+    Group,
+    Span,
+    bits,
+    mask_of,
+    masks_of,
+    num_rows,
+    row_ids,
+    spans_of,
+    untouched,
+)
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.lost_values import Cells, lose
 from penstock.store.ledger.readiness import StageQueue
-from penstock.store.ledger.residents import Residents
+from penstock.store.ledger.residents import Effects, Residents
 from penstock.store.ledger.rounds import Round, Rounds
 from penstock.store.spec import StoreSpec
+
+STORE_LOST = "store_lost"
+"""The reason of rows that ended in a store that is gone."""
 
 
 class Ledger:
@@ -69,7 +100,7 @@ class Ledger:
         self.counters["groups_admitted"] += 1
         group = residents.admit(nbytes, prompt_tokens, response_tokens, effects)
         if group.id in residents.past:
-            end(residents, group, *residents.past.pop(group.id), effects)
+            self._end_trained(group, *residents.past.pop(group.id), effects)
         return group.id, effects
 
     def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
@@ -91,7 +122,7 @@ class Ledger:
 
     def offer(self, owner: str, now: float) -> HeldLease | None:
         """Lease a group that another owner has had for too long to this one too, if there is one. See
-        `stragglers.py`."""
+        `Stragglers`."""
         self.residents.readiness.elapse(now)
         return self.residents.hold_second(owner, now)
 
@@ -114,7 +145,7 @@ class Ledger:
         residents = self.residents
         residents.readiness.elapse(now)
         producer = residents.stage(stage)
-        written = columns_written(residents, producer, columns)
+        written = self._columns_written(producer, columns)
         spans = spans_of(rows, residents.size)
         masks = residents.masks(spans)
         if num_rows(masks) != len(rows):
@@ -123,11 +154,11 @@ class Ledger:
             )
         effects = Effects()
         lease = self._held(lease_id, producer, masks)
-        if residents.stragglers.any_superseded:
+        if residents.stragglers.superseded:
             residents.check_not_superseded(lease_id, masks, facts.response_tokens)
         if lease is None:
             return [], effects
-        check_facts(residents, rows, spans, written, facts)
+        self._check_facts(rows, spans, written, facts)
         fresh = masks
         if masks != lease.open:
             awaited = {group: mask & lease.open.get(group, 0) for group, mask in masks.items()}
@@ -136,7 +167,7 @@ class Ledger:
         if residents.watchers:
             for group_id in fresh:
                 residents.changing(residents.groups[group_id])
-        kept = note_facts(residents, producer, spans, fresh, written, facts)
+        kept = self._note_facts(producer, spans, fresh, written, facts)
         residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
             self._complete(lease, producer, residents.groups[group_id], mask, written, now, effects)
@@ -231,9 +262,31 @@ class Ledger:
         return self.rounds.next_number(consumer), effects
 
     def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> Effects:
-        """Take over rows that were trained elsewhere since the last step that is known, by step, and the newest
-        version that every engine serves. See `catching_up.py`. Raises `StoreError`."""
-        catch_up(self.residents, self.rounds, steps, effects := Effects(credits=True))
+        """Take over what was trained elsewhere. `steps`: row ids that were trained in each step after the last that is
+        known, in order; a step that is under way meanwhile may be reported later, before the next batch is formed.
+        `version`: the newest that every engine serves. Raises `StoreError` while a batch is under way."""
+        residents, rounds, effects = self.residents, self.rounds, Effects(credits=True)
+        if steps and any(not (made.ended or made.void) for made in rounds.batches()):
+            raise StoreError(
+                f"the batch of step {rounds.formed} is under way: steps that were trained elsewhere come first."
+            )
+        if residents.train is not None and steps:
+            effects.rounds |= 1 << residents.train.index
+        ended: dict[int, tuple[int, int]] = {}
+        for rows in steps:
+            rounds.formed += 1
+            for group, mask in masks_of(spans_of(rows, residents.size)).items():
+                ended[group] = mask, rounds.formed
+            self.counters["batches_formed"] += 1
+            self.counters["batches_trained"] += 1
+        for group in self._passed_by(sorted(ended)):
+            if group not in residents.past:
+                ended[group] = 0, rounds.formed
+        for number in sorted(ended):
+            if number in residents.groups:
+                self._end_trained(residents.groups[number], *ended[number], effects)
+            elif number >= residents.next_group:
+                residents.past[number] = ended[number]
         self.served(version)
         return effects
 
@@ -355,3 +408,100 @@ class Ledger:
         self.rounds.void(lease.id, effects)
         stage = self.residents.readiness.stages[lease.stage].name
         self.counters[f"{reason}/{stage}"] += self.residents.release(lease, effects)
+
+    def _columns_written(self, stage: StageQueue, columns: Sequence[str]) -> Sequence[int]:
+        """Numbers of the columns of a write. Raises `UnknownColumn` for those that the stage does not write."""
+        if tuple(columns) == stage.spec.writes:
+            return stage.writes
+        index = self.residents.readiness.column_index
+        for name in columns:
+            if name not in index:
+                raise UnknownColumn(
+                    f"stage {stage.name!r} writes column {name!r}, which the dataflow lacks{suggest(name, index)}"
+                )
+            if index[name] not in stage.writes:
+                raise UnknownColumn(
+                    f"stage {stage.name!r} may not write column {name!r}; it writes "
+                    f"{', '.join(stage.spec.writes) or 'none'}. Declare the column in the stage's writes."
+                )
+        return [index[name] for name in columns]
+
+    def _check_facts(self, rows: Sequence[int], spans: Sequence[Span], written: Sequence[int], facts: Facts) -> None:
+        """Check the facts of a write. `spans`: of the rows. Raises `TooLarge`, `WrongLength`."""
+        residents = self.residents
+        if (largest := max(facts.row_bytes, default=0)) > self.spec.max_bytes:
+            row = rows[facts.row_bytes.index(largest)]
+            raise TooLarge(
+                f"row {row} has {largest} bytes, more than store.max_bytes={self.spec.max_bytes}. Raise "
+                "store.max_bytes."
+            )
+        decider = residents.readiness.column_index.get("response_ids")
+        if facts.token_lengths is None or decider is None or decider in written:
+            return
+        for group_id, position, indices in spans:
+            group = residents.groups.get(group_id)
+            lengths = facts.token_lengths[position : position + len(indices)]
+            if group is None or lengths == group.response_tokens[indices.start : indices.stop]:
+                continue
+            for index, length in zip(indices, lengths, strict=True):
+                if group.have[decider] >> index & 1 and length != group.response_tokens[index]:
+                    raise WrongLength(
+                        f"column {facts.token_column!r}, row {group_id * residents.size + index}: {length} entries, "
+                        f"but the response has {group.response_tokens[index]} tokens. Every token column has one entry "
+                        "for each response token."
+                    )
+
+    def _note_facts(
+        self, stage: StageQueue, spans: Sequence[Span], fresh: dict[int, int], written: Sequence[int], facts: Facts
+    ) -> list[int]:
+        """Keep the facts of the fresh rows. Returns their positions. `spans`: of all rows of the write."""
+        residents = self.residents
+        kept: list[int] = []
+        for group_id, position, indices in spans:
+            mask = mask_of(indices)
+            new = fresh.get(group_id, 0) & mask
+            if not new:
+                continue
+            group = residents.groups[group_id]
+            if new == mask == untouched(group, mask, stage.writes):
+                residents.note_facts(stage, group, indices, position, facts)
+                kept.extend(range(position, position + len(indices)))
+                continue
+            present = mask
+            for column in written:
+                present &= group.have[column]
+            for index in bits(new & ~present):
+                at = position + index - indices.start
+                # Facts are about a column, and are news for a row that does not have it yet.
+                news = [self._lacks(group, index, name) for name in ("token_versions", "response_ids")]
+                residents.note_facts(stage, group, range(index, index + 1), at, facts, *news)
+                kept.append(at)
+        return kept
+
+    def _lacks(self, group: Group, index: int, name: str) -> bool:
+        column = self.residents.readiness.column_index.get(name)
+        return column is not None and not group.have[column] >> index & 1
+
+    def _end_trained(self, group: Group, trained: int, version: int, effects: Effects) -> None:
+        """End a group of which the rows `trained` were trained elsewhere, by the step that made `version`; its other
+        rows had been dropped."""
+        residents = self.residents
+        residents.drop(group, group.live & ~trained, STORE_LOST, effects)
+        if not group.live:
+            return
+        residents.waiting.discard(group.id)
+        residents.end_trained(group, effects)
+        residents.credits.trained(version, 1)
+        residents.forget(group, effects)
+
+    def _passed_by(self, trained: Sequence[int]) -> list[int]:
+        """Groups that were not trained elsewhere, while `window` or more groups after them were. `trained`: numbers,
+        ascending."""
+        residents = self.residents
+        if len(trained) < self.spec.window:
+            return []
+        last = trained[-self.spec.window]
+        """The first group that may wait: no group before it does."""
+        known = set(trained)
+        numbers = (*sorted(residents.waiting), *range(residents.next_group, last))
+        return [group for group in numbers if group < last and group not in known]

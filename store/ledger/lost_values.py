@@ -17,11 +17,10 @@ sampled again is so under the version that is served then, which is no older.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group, bits
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.readiness import StageQueue
-from penstock.store.ledger.residents import Residents
+from penstock.store.ledger.residents import Effects, Residents
 
 Cells = Mapping[int, Mapping[str, int]]
 """Mask of a group's rows, by group and column."""

@@ -3,7 +3,7 @@
     write of rewards ─▶ note ─┐
     end of a group   ─▶ ended ┴─▶ of(group): its outcome, once each of its samples has a reward or has been dropped
 
-The source asks for them (`workers/prompts/curriculum.py`), also for those of long ago if it is another's successor.
+The source asks for them (`workers/prompts/order.py`), also for those of long ago if it is another's successor.
 """
 
 import math

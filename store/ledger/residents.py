@@ -1,9 +1,9 @@
 """The resident groups and the few moves that all events are made of: admit, hold, unhold, release, drop, forget.
 
-`ledger.py` turns events into these moves; `rounds.py` forms batches with them. Each keeps groups, leases,
-credits and counters consistent with one another.
+`ledger.py` turns events into these moves; `rounds.py` forms batches with them. Each keeps groups, leases, credits and
+counters consistent with one another, and says by its `Effects` what is to be freed and whom to wake.
 
-Groups that are sampled for much longer than most, and are offered to a second engine. Pure: time is an argument.
+Groups that are sampled for much longer than most are offered to a second engine (`Stragglers`):
 
     leased ─ longer than straggler_factor x the median ─▶ offered ─▶ leased twice ─ first write of a row ─▶ the other
                                                                                     lease holds it no more
@@ -13,15 +13,16 @@ it is off, and nothing is noted either.
 """
 
 import heapq
+import operator
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from penstock.conf.errors import suggest
 from penstock.store.errors import LeaseSuperseded, UnknownRow, UnknownStage
 from penstock.store.ledger.admission import Credits
-from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.group import Group, Span, bits, masks_of, untouched
+from penstock.store.ledger.group import Facts, Group, Span, bits, masks_of, untouched
 from penstock.store.ledger.leases import HeldLease, LeaseBook
 from penstock.store.ledger.outcomes import Outcomes
 from penstock.store.ledger.readiness import Readiness, StageQueue
@@ -33,130 +34,26 @@ ENOUGH = 8
 """Number of groups that must have been completed before any counts as a straggler."""
 
 
-class Stragglers:
-    """The groups that engines sample. Lifecycle of a group: `began` with each lease of it, `completed` or nothing,
-    `ended` with each lease."""
+@dataclass(slots=True)
+class Effects:
+    """The effects of one event, for its driver (`service/waiters.py`) to carry out. Naming too many callers costs a
+    look at each, naming too few would leave one waiting for ever: tests hold every event to what has become possible.
+    """
 
-    def __init__(self, factor: float, stage: StageQueue | None, leases: LeaseBook) -> None:
-        """Watch `stage`, that of the engines, which take whole groups; None: there is none."""
-        is_on = factor and stage is not None and stage.unit == "group"
-        self._factor, self._leases = factor, leases
-        self._stage = stage.index if is_on and stage is not None else None
-        self.holders: dict[int, dict[int, float]] = {}
-        """Begin of each lease of a group, by group and lease."""
-        self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
-        """Recent times, ascending."""
-        self._in_time: list[tuple[float, int, int]] = []
-        """Heap of when, group and lease: those that were no stragglers at the last look, and some that have ended."""
-        self._overdue: dict[int, int] = {}
-        """The only lease of each straggler, in the order in which they became stragglers; some have ended."""
-        self._superseded: dict[int, dict[int, int]] = {}
-        """Mask of rows that another lease has written first, by group and lease; kept while the group is resident."""
-
-    def began(self, lease: HeldLease, now: float) -> None:
-        if lease.stage != self._stage:
-            return
-        for group in lease.open:
-            self.holders.setdefault(group, {})[lease.id] = now
-            heapq.heappush(self._in_time, (now, group, lease.id))
-
-    def completed(self, lease: HeldLease, group: int, now: float) -> None:
-        """Note that the lease has written the last of what it held of the group. Before `ended`."""
-        began = self.holders.get(group, {}).get(lease.id)
-        if began is None:
-            return
-        self.record_time(now - began)
-
-    def record_time(self, seconds: float) -> None:
-        """Note that a group was completed in so many seconds."""
-        if len(self._recent) == RECENT:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        self._recent.append(seconds)
-        insort(self._sorted, seconds)
-
-    def ended(self, lease: HeldLease, group: int) -> None:
-        """Note that the lease holds nothing of the group any more. A lease that is left may straggle in its turn."""
-        holders = self.holders.get(group)
-        if holders is None or holders.pop(lease.id, None) is None:
-            return
-        if not holders:
-            del self.holders[group]
-        for other, began in holders.items():
-            heapq.heappush(self._in_time, (began, group, other))
-
-    def supersede(self, lease: HeldLease, group: int, mask: int) -> None:
-        """Note that another lease has written rows that this one holds."""
-        masks = self._superseded.setdefault(group, {})
-        masks[lease.id] = masks.get(lease.id, 0) | mask
-
-    @property
-    def any_superseded(self) -> bool:
-        """True if some lease of a resident group was superseded."""
-        return bool(self._superseded)
-
-    def are_superseded(self, lease_id: int, masks: dict[int, int]) -> bool:
-        """Return whether all of these rows, by group, were written by others than this lease, which has held them."""
-        return bool(masks) and all(
-            not mask & ~self._superseded.get(group, {}).get(lease_id, 0) for group, mask in masks.items()
-        )
-
-    def forget(self, group: int) -> None:
-        """Forget a group that is not resident any more."""
-        self._superseded.pop(group, None)
-
-    def other_leases(self, lease: HeldLease, group: int) -> list[HeldLease]:
-        """The other leases of the group."""
-        holders = self.holders.get(group)
-        if holders is None or lease.id not in holders:
-            return []
-        return [self._leases.held[other] for other in holders if other != lease.id]
-
-    def is_second(self, lease: HeldLease, group: int) -> bool:
-        """Return whether the group was leased to another owner before."""
-        return next(iter(self.holders.get(group, ())), lease.id) != lease.id
-
-    def of_others(self, lease: HeldLease, group: int) -> int:
-        """Mask of the rows that other leases of the stage hold."""
-        mask = 0
-        for other in self.other_leases(lease, group):
-            mask |= other.open.get(group, 0)
-        return mask
-
-    @property
-    def limit_s(self) -> float | None:
-        """Time in seconds from which on a group is a straggler; None while too few were completed to say."""
-        if not self._factor or len(self._sorted) < ENOUGH:
-            return None
-        return self._factor * self._sorted[len(self._sorted) // 2]
-
-    def overdue(self, now: float) -> Iterator[tuple[int, HeldLease]]:
-        """Iterate over the stragglers that one lease holds; those that became stragglers first come first."""
-        limit_s = self.limit_s
-        while limit_s is not None and self._skip_ended() and self._in_time[0][0] + limit_s <= now:
-            _, group, lease_id = heapq.heappop(self._in_time)
-            self._overdue[group] = lease_id
-        for group, lease_id in list(self._overdue.items()):
-            if self._alone(group, lease_id):
-                yield group, self._leases.held[lease_id]
-            else:
-                del self._overdue[group]
-
-    def next_overdue(self) -> float | None:
-        """The time at which the next group becomes a straggler, of those that were none when last asked; None if none
-        may."""
-        limit_s = self.limit_s
-        return self._in_time[0][0] + limit_s if limit_s is not None and self._skip_ended() else None
-
-    def _alone(self, group: int, lease_id: int) -> bool:
-        holders = self.holders.get(group, {})
-        return lease_id in holders and len(holders) == 1
-
-    def _skip_ended(self) -> bool:
-        """Discard the first groups in time that have another lease, or none. Returns False if no group is left."""
-        while self._in_time and not self._alone(*self._in_time[0][1:]):
-            heapq.heappop(self._in_time)
-        return bool(self._in_time)
+    freed: list[tuple[int, int]] = field(default_factory=list)
+    """Rows that ended: (group, mask of its rows). No caller will ask for their values again."""
+    cleared: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    """Values that are gone, or worth nothing without one that is: (group, mask of its rows by column)."""
+    superseded: list[tuple[int, int]] = field(default_factory=list)
+    """Leases whose rows another lease has written first: (lease, group), the group that this one held."""
+    stages: int = 0
+    """Stages of which more is free, or a client holds less: bit s for stage s. Callers that wait for leases may get
+    one."""
+    rounds: int = 0
+    """Stages of which a round was formed, ended or taken back: bit s for stage s. Ranks that wait for one must look
+    again."""
+    credits: bool = False
+    """True if a group that had to wait may be admitted."""
 
 
 class Residents:
@@ -171,7 +68,7 @@ class Residents:
         self.next_group = 0
         self.past: dict[int, tuple[int, int]] = {}
         """Groups that end once they are admitted again, since they ended in a store that is gone: rows that were
-        trained, and the version that was made of them. See `catching_up.py`."""
+        trained, and the version that was made of them. See `Ledger.catch_up`."""
         self.readiness = Readiness(spec, self.groups)
         self.leases = LeaseBook()
         self.credits = Credits(spec.max_active_groups, spec.groups_per_step, spec.max_bytes)
@@ -269,6 +166,37 @@ class Residents:
         group.holders.add(lease.id)
         self.readiness.held(group, stage, open_rows)
 
+    def note_facts(
+        self,
+        stage: StageQueue,
+        group: Group,
+        indices: range,
+        position: int,
+        facts: Facts,
+        versions: bool = True,
+        lengths: bool = True,
+    ) -> None:
+        """Keep facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news."""
+        end = position + len(indices)
+        where = slice(indices.start, indices.stop)
+        row_bytes = facts.row_bytes[position:end]
+        first = stage.index * self.size
+        of_stage = slice(first + indices.start, first + indices.stop)
+        earlier = group.row_bytes[of_stage]
+        group.row_bytes[of_stage] = map(operator.add, earlier, row_bytes) if any(earlier) else row_bytes
+        self.credits.bytes += sum(row_bytes)
+        if self.outcomes is not None and facts.rewards is not None:
+            for index, reward in zip(indices, facts.rewards[position:end], strict=True):
+                self.outcomes.note(group.id, index, reward)
+        if versions and facts.oldest_version is not None:
+            group.oldest[where] = facts.oldest_version[position:end]
+        if lengths and facts.response_tokens is not None:
+            tokens = facts.response_tokens[position:end]
+            group.response_tokens[where] = tokens
+            self.counters["response_tokens_generated"] += sum(tokens)
+            if facts.context_tokens is not None:
+                group.context_tokens[where] = facts.context_tokens[position:end]
+
     def hold_second(self, owner: str, now: float) -> HeldLease | None:
         """Lease the group that another owner has sampled for too long, and nothing else; None if there is none. The
         first write of a row counts."""
@@ -290,7 +218,8 @@ class Residents:
         for other in self.stragglers.other_leases(lease, group.id):
             if lost := other.open.get(group.id, 0) & mask:
                 other.revoked[group.id] = other.revoked.get(group.id, 0) | lost
-                self.stragglers.supersede(other, group.id, lost)
+                superseded = self.stragglers.superseded.setdefault(group.id, {})
+                superseded[other.id] = superseded.get(other.id, 0) | lost
                 if lost == other.open[group.id]:
                     effects.superseded.append((other.id, group.id))
                     self.counters["stragglers/won"] += self.stragglers.is_second(lease, group.id)
@@ -299,7 +228,8 @@ class Residents:
     def check_not_superseded(self, lease_id: int, masks: dict[int, int], response_tokens: list[int] | None) -> None:
         """Raise `LeaseSuperseded` if another lease has written all of these rows first. `response_tokens`: the number
         sampled for each."""
-        if not self.stragglers.are_superseded(lease_id, masks):
+        written = self.stragglers.superseded
+        if not masks or any(mask & ~written.get(group, {}).get(lease_id, 0) for group, mask in masks.items()):
             return
         self.counters["stragglers/late_rows"] += sum(mask.bit_count() for mask in masks.values())
         self.counters["stragglers/late_tokens"] += sum(response_tokens or ())
@@ -377,7 +307,7 @@ class Residents:
     def forget(self, group: Group, effects: Effects) -> None:
         """Remove a group that nothing refers to any more."""
         self.credits.bytes -= group.nbytes
-        self.stragglers.forget(group.id)
+        self.stragglers.superseded.pop(group.id, None)
         if self.outcomes is not None:
             self.outcomes.ended(group.id)
         del self.groups[group.id]
@@ -395,3 +325,108 @@ class Residents:
                 stage.done_rows -= (done & mask).bit_count()
         group.live &= ~mask
         effects.stages |= self.readiness.refresh_all(group)
+
+
+class Stragglers:
+    """The groups that engines sample. Lifecycle of a group: `began` with each lease of it, `completed` or nothing,
+    `ended` with each lease."""
+
+    def __init__(self, factor: float, stage: StageQueue | None, leases: LeaseBook) -> None:
+        """Watch `stage`, that of the engines, which take whole groups; None: there is none."""
+        is_on = factor and stage is not None and stage.unit == "group"
+        self._factor, self._leases = factor, leases
+        self._stage = stage.index if is_on and stage is not None else None
+        self.holders: dict[int, dict[int, float]] = {}
+        """Begin of each lease of a group, by group and lease."""
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+        """Recent times, ascending."""
+        self._in_time: list[tuple[float, int, int]] = []
+        """Heap of when, group and lease: those that were no stragglers at the last look, and some that have ended."""
+        self._overdue: dict[int, int] = {}
+        """The only lease of each straggler, in the order in which they became stragglers; some have ended."""
+        self.superseded: dict[int, dict[int, int]] = {}
+        """Mask of rows that another lease has written first, by group and lease; kept while the group is resident."""
+
+    def began(self, lease: HeldLease, now: float) -> None:
+        if lease.stage != self._stage:
+            return
+        for group in lease.open:
+            self.holders.setdefault(group, {})[lease.id] = now
+            heapq.heappush(self._in_time, (now, group, lease.id))
+
+    def completed(self, lease: HeldLease, group: int, now: float) -> None:
+        """Note that the lease has written the last of what it held of the group. Before `ended`."""
+        began = self.holders.get(group, {}).get(lease.id)
+        if began is not None:
+            self.record_time(now - began)
+
+    def record_time(self, seconds: float) -> None:
+        """Note that a group was completed in so many seconds."""
+        if len(self._recent) == RECENT:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(seconds)
+        insort(self._sorted, seconds)
+
+    def ended(self, lease: HeldLease, group: int) -> None:
+        """Note that the lease holds nothing of the group any more. A lease that is left may straggle in its turn."""
+        holders = self.holders.get(group)
+        if holders is None or holders.pop(lease.id, None) is None:
+            return
+        if not holders:
+            del self.holders[group]
+        for other, began in holders.items():
+            heapq.heappush(self._in_time, (began, group, other))
+
+    def other_leases(self, lease: HeldLease, group: int) -> list[HeldLease]:
+        """The other leases of the group."""
+        holders = self.holders.get(group)
+        if holders is None or lease.id not in holders:
+            return []
+        return [self._leases.held[other] for other in holders if other != lease.id]
+
+    def is_second(self, lease: HeldLease, group: int) -> bool:
+        """Return whether the group was leased to another owner before."""
+        return next(iter(self.holders.get(group, ())), lease.id) != lease.id
+
+    def of_others(self, lease: HeldLease, group: int) -> int:
+        """Mask of the rows that other leases of the stage hold."""
+        mask = 0
+        for other in self.other_leases(lease, group):
+            mask |= other.open.get(group, 0)
+        return mask
+
+    @property
+    def limit_s(self) -> float | None:
+        """Time in seconds from which on a group is a straggler; None while too few were completed to say."""
+        if not self._factor or len(self._sorted) < ENOUGH:
+            return None
+        return self._factor * self._sorted[len(self._sorted) // 2]
+
+    def overdue(self, now: float) -> Iterator[tuple[int, HeldLease]]:
+        """Iterate over the stragglers that one lease holds; those that became stragglers first come first."""
+        limit_s = self.limit_s
+        while limit_s is not None and self._skip_ended() and self._in_time[0][0] + limit_s <= now:
+            _, group, lease_id = heapq.heappop(self._in_time)
+            self._overdue[group] = lease_id
+        for group, lease_id in list(self._overdue.items()):
+            if self._alone(group, lease_id):
+                yield group, self._leases.held[lease_id]
+            else:
+                del self._overdue[group]
+
+    def next_overdue(self) -> float | None:
+        """The time at which the next group becomes a straggler, of those that were none when last asked; None if none
+        may."""
+        limit_s = self.limit_s
+        return self._in_time[0][0] + limit_s if limit_s is not None and self._skip_ended() else None
+
+    def _alone(self, group: int, lease_id: int) -> bool:
+        holders = self.holders.get(group, {})
+        return lease_id in holders and len(holders) == 1
+
+    def _skip_ended(self) -> bool:
+        """Discard the first groups in time that have another lease, or none. Returns False if no group is left."""
+        while self._in_time and not self._alone(*self._in_time[0][1:]):
+            heapq.heappop(self._in_time)
+        return bool(self._in_time)

@@ -11,11 +11,10 @@ from itertools import chain
 
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
 from penstock.store.ledger.batches import GroupLoad, choose_groups, spread
-from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, masks_of, row_ids, spans_of
 from penstock.store.ledger.lost_values import begin_again
 from penstock.store.ledger.readiness import StageQueue
-from penstock.store.ledger.residents import Residents
+from penstock.store.ledger.residents import Effects, Residents
 
 KEPT_ROUNDS = 8
 """Number of a stage's rounds that are remembered after their end, for ranks that ask or acknowledge again."""

@@ -4,8 +4,8 @@
                               │ Store │ ◀─ write, drop ── workers
     controller ─ served ────▶ └───────┘ ─ lease_shared ─▶ trainer ranks
 
-Workers call it through `client/client.py` only. Callers that wait are woken one after the other when their stage may
-have become ready, so none polls and first come is first served. All calls must come from one event loop.
+Workers call it through `client/store_client.py` only. Callers that wait are woken one after the other when their stage
+may have become ready, so none polls and first come is first served. All calls must come from one event loop.
 """
 
 import asyncio
@@ -17,25 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from penstock.metering.meters import Meters
-from penstock.store.data.blocks import Blocks
-from penstock.store.data.intake import Intake
-from penstock.store.data.layout import Inline, SentBatch
-from penstock.store.data.payload import gather
-from penstock.store.data.segments import Segments
+from penstock.store.data.block_index import Blocks, gather
+from penstock.store.data.codec import Inline, SentBatch
+from penstock.store.data.segments import Intake, Segments
 from penstock.store.epoch import Epoch
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
-from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.group import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.outcomes import Outcome
 from penstock.store.service import snapshot
-from penstock.store.service.clients import Clients
-from penstock.store.service.messages import Call, Granted, LeaseRequest, Result, Write, calls_of
-from penstock.store.service.report import StoreMeter, describe, of_segments, of_server, stats
-from penstock.store.service.saving import Saving
-from penstock.store.service.server import Endpoint, Server, StorePort
-from penstock.store.service.waiting.consumers import Locality
-from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.waiters import Pump, Waiters
+from penstock.store.service.sharing import Clients
+from penstock.store.service.snapshot import Saving
+from penstock.store.service.store_server import Endpoint, Server, StorePort
+from penstock.store.service.store_stats import StoreMeter, describe, of_segments, of_server, stats
+from penstock.store.service.waiters import Locality, Waiters
+from penstock.store.service.wire import Call, Granted, LeaseRequest, Result, Write, calls_of
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 
@@ -85,13 +81,14 @@ class Store:
         self._node, self._port = node, port
         self._server: Server | None = None
         self._clients = Clients(self.ledger)
-        self._pump = pump = Pump(self.blocks)
-        self._work = work = WorkLog()
-        self.puts = Puts(self.ledger, self.blocks, self._intake, clock, pump.wake_puts, pump.carry_out, work.admitted)
+        self._work = WorkLog()
         crosses_nodes = segments is not None and segments.nodes.by_id
         locality = Locality(self.ledger, self.blocks, segments) if segments is not None and crosses_nodes else None
-        self._waiters = waiters = Waiters(self.ledger, self._clients, self.puts, pump, locality, clock)
-        self.consumers, self._ranks = waiters.consumers, waiters.ranks
+        self._waiters = waiters = Waiters(
+            self.ledger, self._clients, self.blocks, self._intake, locality, clock, self._work.admitted
+        )
+        self.puts, self.consumers, self._ranks = waiters.puts, waiters.consumers, waiters.ranks
+        self._carry_out = waiters.carry_out
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self._epoch = Epoch()
@@ -211,7 +208,7 @@ class Store:
             if self._closed is not None and not self.ledger.has_formed(stage, number):
                 return None
             made, effects = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
-            self._pump.carry_out(effects)
+            self._carry_out(effects)
             if made is None:
                 return None
             self._work.granted(made.lease_id, stage, owner)
@@ -230,7 +227,7 @@ class Store:
         if epoch is not None:
             self._epoch.check(epoch)
         number, effects = self.ledger.settle(stage)
-        self._pump.carry_out(effects)
+        self._carry_out(effects)
         return number
 
     async def batch_ready(self) -> bool:
@@ -251,17 +248,17 @@ class Store:
             kept, effects = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
             self.blocks.add_rows(one.row_ids, kept, block, one.names)
             self._work.wrote(one.lease_id, self._groups_of(one.row_ids), len(one.row_ids))
-            self._pump.carry_out(effects)
+            self._carry_out(effects)
         finally:
             self.blocks.unpin(block)
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
-        self._pump.carry_out(self.ledger.drop(lease_id, stage, row_ids, reason))
+        self._carry_out(self.ledger.drop(lease_id, stage, row_ids, reason))
         rows = f"row {row_ids[0]}" if len(row_ids) == 1 else f"{len(row_ids)} rows from {min(row_ids, default=0)}"
         self._last_drops.append(f"{stage}, {rows}: {reason}" + (f": {detail}" if detail else ""))
 
     async def release(self, lease_id: int) -> None:
-        self._pump.carry_out(self.ledger.release(lease_id))
+        self._carry_out(self.ledger.release(lease_id))
 
     async def renew(self, lease_ids: list[int], client: str = "", tickets: Sequence[int] = ()) -> list[int]:
         """Restart the leases' time. Returns those that are over. `tickets`: requests of the client that it has no
@@ -283,7 +280,7 @@ class Store:
         for client in self._clients.abandoned(owner):
             self._waiters.left(client)
         lost, effects = self.ledger.abandon(owner)
-        self._pump.carry_out(effects)
+        self._carry_out(effects)
         return lost
 
     async def lost(self, node: str) -> None:
@@ -301,21 +298,21 @@ class Store:
         if before is not None:
             await asyncio.wait([before])
         for cells in self.blocks.lost():
-            self._pump.carry_out(self.ledger.lost(cells, self._clock()))
+            self._carry_out(self.ledger.lost(cells, self._clock()))
             await asyncio.sleep(0)  # who is given lost rows meanwhile cannot read them, and asks again
 
     async def catch_up(self, steps: list[list[int]], version: int, epoch: int) -> None:
         """Catch up a store that was restored in another one's place. `steps`: rows that were trained since what it
-        knows, by step. `version`: the newest that every engine serves. See `ledger/catching_up.py`."""
+        knows, by step. `version`: the newest that every engine serves. See `Ledger.catch_up`."""
         self._epoch.check(epoch)
-        self._pump.carry_out(self.ledger.catch_up(steps, version))
+        self._carry_out(self.ledger.catch_up(steps, version))
 
     async def complete_shared(self, lease_id: int, rank: int) -> None:
-        self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
+        self._carry_out(self.ledger.complete_shared(lease_id, rank))
 
     async def served(self, version: int, epoch: int, max_active: int | None) -> None:
         self._epoch.check(epoch)
-        self._pump.carry_out(self.ledger.served(version, max_active))
+        self._carry_out(self.ledger.served(version, max_active))
 
     async def last_batch(self, names: list[str] | None) -> Granted:
         """Return the batch trained last, less rows that are lost. `names`: None for all that they have. Raises
@@ -386,7 +383,7 @@ class Store:
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
     ) -> Granted:
         names = self._reads[stage] if names is None else names
-        self._pump.schedule()
+        self._waiters.schedule()
         return Granted(lease_id, stage, names, gather(self.blocks, rows, names), version)
 
     def _groups_of(self, row_ids: Sequence[int]) -> set[int]:
@@ -395,4 +392,4 @@ class Store:
 
     def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
-            self._pump.carry_out(self.ledger.release(lease_id))
+            self._carry_out(self.ledger.release(lease_id))

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.metering.ray_export import Origin, exported
-from penstock.network.handshake import new_token
-from penstock.network.machine import raise_limit
-from penstock.store.data.remote.nodes import RowsNodes
+from penstock.network.connection import new_token
+from penstock.network.host import raise_limit
+from penstock.store.data.remote_rows import RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, guard_root, identity, sweep_stale
 from penstock.store.data.segments import Segments
 from penstock.store.service import store
-from penstock.store.service.server import Endpoint, StorePort
+from penstock.store.service.store_server import Endpoint, StorePort
 from penstock.store.spec import StoreSpec
 
 STORE = "Store"

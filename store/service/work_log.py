@@ -3,7 +3,7 @@ leases.
 
     lease granted ─▶ granted        rows written ─▶ wrote        once a step the controller ─▶ take
 
-The run's timeline is made of it (`orchestrator/observability/monitoring/`). It decides nothing: a reader that is late
+The run's timeline is made of it (`orchestrator/observability/step_trace.py`). It decides nothing: a reader that is late
 misses the oldest.
 """
 

@@ -11,7 +11,7 @@ from penstock.metering.table import METRICS, STEP_MISMATCH
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting.sinks import gauge_of
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.report import StoreMeter
+from penstock.store.service.store_stats import StoreMeter
 from penstock.store.spec import StoreSpec
 from penstock.workers.trainer.step_meter import ModelSize, StepMeter
 from tests.metering.measured import measured

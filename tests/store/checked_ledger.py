@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
+from penstock.store.ledger.residents import Effects
 
 EVENTS = (
     "admit", "write", "drop", "release", "abandon", "expire", "lost", "lease_shared", "complete_shared", "served",

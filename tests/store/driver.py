@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.store.ledger.facts import Facts
-from penstock.store.ledger.group import Group
+from penstock.store.ledger.group import Facts, Group
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec

@@ -21,7 +21,7 @@ from penstock.store.ledger.group import Group
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.residents import ENOUGH
 from penstock.store.ledger.rounds import Round
-from penstock.store.ledger.state import LedgerCut, restore, scalars, values_of
+from penstock.store.service.snapshot import LedgerCut, restore, scalars, values_of
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
 from tests.store.invariants import check_invariants

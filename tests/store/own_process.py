@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.network.handshake import new_token
+from penstock.network.connection import new_token
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint, StorePort
 from tests.store.driver import make_spec
 
 

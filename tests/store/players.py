@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease, SharedLease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants

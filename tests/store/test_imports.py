@@ -16,7 +16,7 @@ def loaded_by(module: str) -> set[str]:
 
 @pytest.mark.real
 def test_the_store_loads_neither_torch_nor_ray() -> None:
-    assert not loaded_by("penstock.store.client.client") & {"torch", "ray", "transformers", "vllm"}
+    assert not loaded_by("penstock.store.client.store_client") & {"torch", "ray", "transformers", "vllm"}
 
 
 @pytest.mark.real

@@ -6,18 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.network.handshake import new_token
+from penstock.network.connection import new_token
 from penstock.network.listener import Listener
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import OverSocket, OverTcp
-from penstock.store.client.links import InProcess, Lazy, Link
-from penstock.store.data.arena import SPARE
-from penstock.store.data.remote.nodes import ROWS, RowsNode, RowsNodes
-from penstock.store.data.remote.server import RowsServer
+from penstock.store.client.links import InProcess, Lazy, Link, OverSocket, OverTcp
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data.remote_rows import ROWS, RowsNode, RowsNodes, RowsServer
 from penstock.store.data.roots import OWNER_NAME
+from penstock.store.data.segment_files import SPARE
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Endpoint, StorePort
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint, StorePort
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
 

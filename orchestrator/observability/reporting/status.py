@@ -17,7 +17,7 @@ from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.run_directory.fetching import at_place
 from penstock.orchestrator.run_directory.run_directory import RUN_ID, RunDirectory
 from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store_actor import STORE
 
 ANSWER_S = 20.0

@@ -12,7 +12,7 @@ from penstock.planner.durations import Sync
 from penstock.planner.lengths import Lengths
 from penstock.planner.simulation.constant import ConstantDurations
 from penstock.planner.simulation.members import Samples
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.protocols import Publication, Sampling

@@ -21,10 +21,10 @@ NOTICED_S = SILENCE_S + 300
 """The kernel tells within `SILENCE_S` and a probe or two."""
 STORE = """
 import asyncio, json, os, sys
-from penstock.network.handshake import new_token
-from penstock.store.client.client import StoreClient
+from penstock.network.connection import new_token
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import StorePort
+from penstock.store.service.store_server import StorePort
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group
@@ -48,8 +48,8 @@ asyncio.run(main())
 CLIENT = """
 import asyncio, json, sys
 from penstock.network.connection import Address
-from penstock.store.client.client import StoreClient
-from penstock.store.service.server import Endpoint
+from penstock.store.client.store_client import StoreClient
+from penstock.store.service.store_server import Endpoint
 from tests.store.players import values_of
 
 async def main():

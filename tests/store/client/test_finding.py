@@ -9,15 +9,13 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from penstock.conf.errors import StoreDied
-from penstock.network.connection import Address
-from penstock.network.handshake import new_token
-from penstock.network.machine import free_address
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import OverSocket, OverTcp
-from penstock.store.client.links import endpoint_of
+from penstock.network.connection import Address, new_token
+from penstock.network.host import free_address
+from penstock.store.client.links import OverSocket, OverTcp, endpoint_of
+from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import StoreError, StoreUnreachable
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from tests.fakes.actors import FakeHandle
 from tests.store.visitors import linked, serve, unseen
 

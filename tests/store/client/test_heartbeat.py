@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import WorkerDied
-from penstock.store.client.client import StoreClient
 from penstock.store.client.heartbeat import Heartbeat
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from tests.store.driver import make_spec
 from tests.store.players import group, leased, run, values_of
 
@@ -271,8 +271,8 @@ def test_leases_survive_a_store_that_stands_still() -> None:
 
 WORKER = """
 import asyncio, sys
-from penstock.store.client.client import StoreClient
-from penstock.store.service.server import Endpoint
+from penstock.store.client.store_client import StoreClient
+from penstock.store.service.store_server import Endpoint
 
 async def main():
     lease = await StoreClient(Endpoint("", sys.argv[1], tuple(sys.argv[2:]))).lease("rollout", 1, "stopped")

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease, LeaseStream
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreError
 from penstock.store.service.store import Store

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import PartnerGone
-from penstock.store.client.client import StoreClient
 from penstock.store.client.links import Link
+from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from tests.store.client.test_links import apart, by, held, ways
 from tests.store.own_process import store_process
 from tests.store.players import group

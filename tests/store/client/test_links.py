@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import PartnerGone
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import Connected, OverTcp
-from penstock.store.client.links import Link
-from penstock.store.data.layout import Inline
+from penstock.store.client.links import Connected, Link, OverTcp
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data.codec import Inline
 from penstock.store.errors import LeaseExpired, NotFinite, StoreClosed, StoreError, UnknownStage
-from penstock.store.service.messages import LeaseRequest
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
+from penstock.store.service.wire import LeaseRequest
 from tests.store.players import group, leased, long_responses, values_of
 from tests.store.visitors import WAYS, serve, visit, visit_by, visit_remotely
 

@@ -12,11 +12,11 @@ import pytest
 import ray
 
 from penstock.conf.errors import PartnerGone
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.heartbeat import LeaseRenewer
+from penstock.store.client.links import OverSocket, OverTcp
+from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import LeaseExpired, UnknownStage
-from penstock.store.service.messages import LeaseRequest
+from penstock.store.service.wire import LeaseRequest
 from tests.store.driver import make_spec
 from tests.store.players import group, leased, long_responses, train, values_of
 from tests.store.visitors import linked

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import OverSocket
-from penstock.store.data.arena import SHARE, SPARE_BYTES
+from penstock.store.client.links import OverSocket
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
+from penstock.store.data.segment_files import SHARE, SPARE_BYTES
 from penstock.store.errors import RowsLost, RowsUnreachable, StoreError
-from penstock.store.service.messages import LeaseRequest
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
+from penstock.store.service.wire import LeaseRequest
 from tests.store.players import group, leased, long_responses
 from tests.store.visitors import RemoteNode, files_in, linked, remote_nodes, serve, unseen, until
 
@@ -208,7 +208,7 @@ def test_rows_whose_files_are_gone_with_their_store_are_lost_by_name(tmp_path: P
         producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
         await sampled(producer)
         remote["b"].server.clear()
-        with pytest.raises(RowsLost, match=r"rows of node b: segment .* is in neither"):
+        with pytest.raises(RowsLost, match=r"rows of node b: segment .* is in none of"):
             await reader.lease("reference", 4, "reader")
 
     on_nodes(tmp_path, body, lease_timeout_s=0.2)

@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.graph.columns import Column
-from penstock.store.data.blobs import MAX_BYTES, blobs_of, compact, encode_blobs, take
-from penstock.store.data.blocks import Block, Blocks
-from penstock.store.data.layout import Placed
-from penstock.store.data.payload import assemble, by_value, gather
+from penstock.store.data.block_index import Block, Blocks, assemble, by_value, gather
+from penstock.store.data.codec import Placed
 from penstock.store.data.rows import Rows
-from penstock.store.data.schema import check_types, encode
+from penstock.store.data.schema import MAX_BYTES, blobs_of, check_types, compact, encode, encode_blobs, take
 from penstock.store.errors import StoreError, WrongType
 
 COLUMNS = {"one": Column("one", "binary"), "some": Column("some", "binary", "list")}
@@ -125,8 +123,8 @@ def test_a_lease_of_more_than_two_gib_is_read_and_sent_without_a_copy() -> None:
         behind[ref] = batch
         blocks.add_group(group, Block(None, ref, size), 0, ["pictures"])
     payload = gather(blocks, range(8 * num_groups), ["pictures"])
-    fetched = [behind[ref] for ref in payload.refs]
-    for found in (assemble(payload, ["pictures"], fetched), assemble(by_value(payload, fetched), ["pictures"], [])):
+    payload = payload.with_batches([behind[ref] for ref in payload.refs])
+    for found in (assemble(payload, ["pictures"]), assemble(by_value(payload), ["pictures"])):
         pictures = found.select(range(4, 8 * num_groups)).blobs("pictures")
         assert [len(some[0]) for some in pictures] == [size] * (8 * num_groups - 4)
         assert {address(some[0]) for some in pictures} == {zeros.ctypes.data}

@@ -19,11 +19,11 @@ MODULE = "store/data/durable.py"
 STEPS = {"fsync", "fdatasync", "sync", "rename", "renames", "replace", "link"}
 OTHERS = {
     "orchestrator/cluster/connection.py: link": "Ray's token, which is made again",
-    "orchestrator/observability/monitoring/logs.py: replace": "logs of a run",
-    "orchestrator/observability/runs/remote.py: replace": "copies of what is at a URL",
-    "store/data/arena.py: rename": "shared memory",
+    "orchestrator/observability/actor_logs.py: replace": "logs of a run",
+    "ui/remote.py: replace": "copies of what is at a URL",
+    "store/data/segment_files.py: rename": "shared memory",
     "store/data/roots.py: rename": "directories that end with their process",
-    "workers/machine/local_files.py: replace": "files that are written again",
+    "workers/runtime/local_files.py: replace": "files that are written again",
     "workers/node/file_service.py: rename": "copies that end with the run",
     "workers/weights/publication/reused_files.py: replace": "shared memory",
 }

@@ -14,9 +14,9 @@ import asyncio, sys, tempfile
 from pathlib import Path
 import numpy as np
 import pyarrow as pa
-from penstock.store.data.arena import Arena
+from penstock.store.data.segment_files import Arena
 from penstock.store.errors import StoreError
-from penstock.store.data.mappings import Mappings
+from penstock.store.data.segment_files import Mappings
 from penstock.store.data.segments import Segments
 from tests.store.visitors import files_in
 

@@ -7,13 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.graph.columns import Column
-from penstock.store.data import payload as payload_module
-from penstock.store.data.blocks import Block, Blocks
-from penstock.store.data.codec import NOTHING, Codec
-from penstock.store.data.layout import Inline, Placed
-from penstock.store.data.payload import Payload, assemble, by_value, gather, rows_at
-from penstock.store.data.remote.pulls import split, with_pulled
-from penstock.store.data.remote.server import Wanted
+from penstock.store.data import block_index
+from penstock.store.data.block_index import Block, Blocks, Payload, assemble, by_value, gather, rows_at
+from penstock.store.data.codec import NOTHING, Codec, Inline, Placed
+from penstock.store.data.remote_rows import Wanted, split, with_pulled
 from penstock.store.data.schema import encode
 from penstock.store.errors import TooLarge, UnknownColumn
 
@@ -94,7 +91,7 @@ def test_a_read_that_arrow_has_no_room_for_is_refused_by_its_column(kind: str, n
 
 def test_parts_that_fit_and_their_sum_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds are those of the rows that are read, not of the batches that they lie in."""
-    monkeypatch.setattr(payload_module, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(block_index, "MAX_ENTRIES", 10)
     batches = [
         pa.record_batch({"x": pa.array(["abc", "defgh"])}).slice(1),
         pa.record_batch({"x": pa.array(["ab"] * 9)}),
@@ -116,7 +113,7 @@ def sent(payload: Payload) -> tuple[Payload, int]:
 
 def pulled(payload: Payload, written: Written) -> Payload:
     """With what is remote in its place, as it comes from there; and no more of it than that."""
-    asked, rest = split(payload, lambda placed: placed.node == FAR)
+    asked, rest = split(payload, "")
     asked = Codec().decode(list[Wanted], Codec().encode(asked)[0], NOTHING)
     answers = [one.of(written.behind[one.placed].select(one.names)) for one in asked]
     assert [answer.num_rows for answer in answers] == [one.num_rows for one in asked]
@@ -140,13 +137,12 @@ def test_rows_come_as_they_were_written(size: int, data: st.DataObject) -> None:
     rows = sorted(row for row in data.draw(st.sets(alive)) if row is not None)
     names = data.draw(st.permutations(["prompt", "seen", "x", "y", "screens", "icon"]))
     payload, _ = sent(gather(written.blocks, rows, names))
-    fetched = [written.behind[ref] for ref in payload.refs]
-    copied = by_value(payload, fetched)
+    read = payload.with_batches([written.behind[ref] for ref in payload.refs])
+    copied = by_value(read)
     assert copied.refs == []
     here = pulled(payload, written)
-    local = [written.behind[ref] for ref in here.refs]
-    found_here = assemble(here, names, local)
-    for found in (assemble(payload, names, fetched), assemble(copied, names, []), found_here):
+    found_here = assemble(here.with_batches([written.behind[ref] for ref in here.refs]), names)
+    for found in (assemble(read, names), assemble(copied, names), found_here):
         assert found.names == tuple(names)
         assert found.row_ids.tolist() == rows
         assert found.lists("prompt") == [[row // size] * 3 for row in rows]
@@ -173,14 +169,14 @@ def test_what_the_source_wrote_for_a_group_travels_once() -> None:
         (source,) = payload.sources
         assert isinstance(source, Inline)
         assert source.batch.num_rows == groups
-        assert assemble(payload, ["prompt"], []).lists("prompt") == [[row // 4] * 3 for row in rows]
+        assert assemble(payload, ["prompt"]).lists("prompt") == [[row // 4] * 3 for row in rows]
 
 
 def test_rows_of_one_batch_in_shared_memory_are_read_without_a_copy() -> None:
     written = Written(2)
     written.write(list(range(8)), inline=False)
     payload = gather(written.blocks, [2, 3, 4, 5], ["x", "y"])
-    rows = assemble(payload, ["x", "y"], [written.behind[ref] for ref in payload.refs])
+    rows = assemble(payload.with_batches([written.behind[ref] for ref in payload.refs]), ["x", "y"])
     there = next(iter(written.behind.values())).column("x").values.to_numpy()
     assert rows.ragged("x")[0].__array_interface__["data"][0] - there.__array_interface__["data"][0] == 4 * (0 + 1)
 
@@ -188,7 +184,7 @@ def test_rows_of_one_batch_in_shared_memory_are_read_without_a_copy() -> None:
 def test_of_another_node_a_lease_pulls_its_rows_and_columns_once() -> None:
     written = Written(4, is_source_far=True)
     written.write(list(range(16)), inline=False, node=FAR)
-    asked, rest = split(gather(written.blocks, list(range(2, 10)), ["prompt", "y"]), lambda placed: bool(placed.node))
+    asked, rest = split(gather(written.blocks, list(range(2, 10)), ["prompt", "y"]), "")
     assert [(one.names, one.places.tolist()) for one in asked] == [
         (["prompt"], [[0, 1, 1], [1, 1, 1], [2, 1, 1]]), (["y"], [[2, 1, 8]]),
     ]  # fmt: skip

@@ -133,3 +133,27 @@ def test_means_of_groups_leave_out_what_is_not_known() -> None:
     assert example().group_mean(np.array([0, 1, 2, 4])).tolist() == [0.5, 0.5, 3.0, 3.0]
     with pytest.raises(WrongLength):
         example().group_mean(values[:3])
+
+
+def test_a_function_of_columns_is_called_for_each_group() -> None:
+    rows = Rows.from_lists(
+        {"reward": [1.0, 0.0, np.nan, 5.0], "response_ids": [[1], [1, 2], [1], [1, 2, 3]]}, group_ids=[0, 0, 0, 1]
+    )
+    found = rows.per_group(lambda reward: reward - reward.mean(), "reward")
+    np.testing.assert_array_equal(found, np.array([0.5, -0.5, np.nan, 0.0], np.float32))
+    by_length = rows.per_group(
+        lambda reward, response_ids: [len(ids) for ids in response_ids], "reward", "response_ids"
+    )
+    np.testing.assert_array_equal(by_length, np.array([1, 2, np.nan, 3], np.float32))
+    with pytest.raises(WrongLength, match=r"group 0: values of shape \(\) for 2 rows"):
+        rows.per_group(lambda reward: reward.mean(), "reward")
+    with pytest.raises(UnknownColumn):
+        rows.per_group(lambda rewards: rewards, "rewards")
+
+
+def test_columns_as_tensors_are_copies() -> None:
+    rows = Rows.from_lists({"reward": [1.0, 0.0], "response_ids": [[1], [1, 2]], "task": ["{}", "[]"]})
+    reward = rows.tensors("reward")
+    reward[0] = 7.0
+    assert (rows["reward"].tolist(), rows.tensors("task")) == ([1.0, 0.0], ["{}", "[]"])
+    assert [ids.tolist() for ids in rows.tensors("response_ids")] == [[1], [1, 2]]

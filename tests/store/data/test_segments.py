@@ -18,15 +18,22 @@ from msgspec.structs import replace
 
 from penstock.store.data import segment_book
 from penstock.store.data import segments as segments_module
-from penstock.store.data.arena import SHARE, SPARE_BYTES, SPARES, Arena, num_spares, preallocate
-from penstock.store.data.intake import Intake
-from penstock.store.data.layout import Placed
-from penstock.store.data.mappings import Mappings, map_file
+from penstock.store.data.codec import Placed
 from penstock.store.data.segment_book import POOLED_SHARE, Instructions
-from penstock.store.data.segments import Segments
+from penstock.store.data.segment_files import (
+    SHARE,
+    SPARE_BYTES,
+    SPARES,
+    Arena,
+    Mappings,
+    map_file,
+    num_spares,
+    preallocate,
+)
+from penstock.store.data.segments import Intake, Segments
 from penstock.store.errors import StoreClosed, StoreError, UnknownColumn, WrongType
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from tests.store.driver import make_spec
 from tests.store.players import leased
 from tests.store.visitors import files_in, remote_nodes, serve, until, visit
@@ -161,7 +168,7 @@ def test_all_who_have_ever_mapped_a_file_hear_that_it_is_gone(tmp_path: Path) ->
     segments.entered("reader", lambda: None)
     first = arena.place(batch(5 * KB))
     segments.adopt(first)
-    segments.use("reader", first.segment)
+    segments.book.use("reader", first.segment)
     segments.unuse("reader", [first.segment])
     segments.end(first.segment)
     arena.recycled([first.segment])
@@ -205,8 +212,8 @@ def test_where_one_of_several_batches_cannot_be_read_none_is_held(tmp_path: Path
         for one in placed:
             segments.adopt(one)
         (tmp_path / "shm" / placed[lacking].segment).rename(tmp_path / "elsewhere")
-        with pytest.raises(StoreError, match=f"segment {placed[lacking].segment} "):
-            segments.hold(placed)
+        with pytest.raises(StoreError, match=f"segment {placed[lacking].segment} "), segments.held(placed):
+            pytest.fail("one of them is nowhere")
         while any(+segment.uses for segment in segments.book.segments.values()):
             await asyncio.sleep(0.005)
 
@@ -226,8 +233,8 @@ def test_a_batch_whose_note_makes_no_sense_leaves_nobody_else_held(tmp_path: Pat
         elsewhere = Placed("other-0", 0, 1, (("x", "int32", ((0, 4),)),), 10, "b")
         for placed in (wrong, elsewhere):
             segments.adopt(placed)
-        with pytest.raises(ValueError, match="buffer is smaller"):
-            segments.hold([wrong, elsewhere])
+        with pytest.raises(ValueError, match="buffer is smaller"), segments.held([wrong, elsewhere]):
+            pytest.fail("its note makes no sense")
         while any(+segment.uses for segment in segments.book.segments.values()):
             await asyncio.sleep(0.005)
         segments.close()

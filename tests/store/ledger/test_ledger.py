@@ -13,7 +13,7 @@ from penstock.store.errors import (
     UnknownStage,
     WrongLength,
 )
-from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.group import Facts
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
 from tests.store.invariants import check_invariants
 

@@ -12,7 +12,7 @@ from penstock.algorithms.graph.columns import ROLLOUT_COLUMNS
 from penstock.store.errors import LeaseExpired, RowsLost
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.lost_values import group_loss
-from penstock.store.ledger.state import restore, scalars, values_of
+from penstock.store.service.snapshot import restore, scalars, values_of
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
 from tests.store.invariants import check_invariants

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import StoreError
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.outcomes import Outcomes, outcome_of

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.store.errors import LeaseExpired
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import restore, scalars, values_of
+from penstock.store.service.snapshot import restore, scalars, values_of
 from tests.amounts import amount
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, living_groups, make_spec

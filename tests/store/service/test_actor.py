@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import WorkerDied
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import LeaseExpired, StoreError, UnknownStage
 from tests.store.driver import make_spec
@@ -40,7 +40,7 @@ class Engine:
     """A worker in a process of its own. It cannot import the tests, so it brings what it needs."""
 
     def __init__(self, handle: Any) -> None:
-        from penstock.store.client.client import StoreClient
+        from penstock.store.client.store_client import StoreClient
 
         self.client = StoreClient(handle)
         self.leases: list[Any] = []

@@ -22,8 +22,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import SharedLease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.roots import OWNER_NAME, SHARED_MEMORY
 from penstock.store.errors import LeaseExpired
 from tests.amounts import IS_MANY
@@ -52,7 +52,7 @@ class Worker:
     def __init__(self, handle: Any, name: str, values_of: Any, node: str | None = None) -> None:
         import os
 
-        from penstock.store.client.client import StoreClient
+        from penstock.store.client.store_client import StoreClient
 
         self.client, self.name, self.values_of = StoreClient(handle, node), name, values_of
         self.process = os.getpid()

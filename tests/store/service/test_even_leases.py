@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
+from penstock.store.service.sharing import PATIENCE_S
 from penstock.store.service.store import Store
-from penstock.store.service.waiting.sharing import PATIENCE_S
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
 from tests.store.players import group, leased, values_of

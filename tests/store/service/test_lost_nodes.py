@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
-from penstock.store.data.blocks import Blocks
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data.block_index import Blocks
 from penstock.store.errors import LeaseExpired, RowsLost, StoreError
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from tests.store.driver import make_spec
 from tests.store.players import group, leased, values_of
 from tests.store.visitors import remote_nodes, serve, until

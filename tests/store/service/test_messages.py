@@ -15,15 +15,14 @@ from msgspec import Raw
 
 from penstock.network.connection import HEADER
 from penstock.store import errors
-from penstock.store.data.blobs import VIEW, encode_blobs
-from penstock.store.data.codec import NOTHING, Codec, Malformed
-from penstock.store.data.layout import Inline, Placed
-from penstock.store.data.payload import Payload
+from penstock.store.data.block_index import Payload
+from penstock.store.data.codec import NOTHING, Codec, Inline, Malformed, Placed
+from penstock.store.data.schema import VIEW, encode_blobs
 from penstock.store.data.segments import Notice
 from penstock.store.errors import StoreError, UnknownStage
-from penstock.store.ledger.facts import Facts
-from penstock.store.service.messages import Answer, ClientMessage, Granted, Hello, LeaseRequest, Write, calls_of
+from penstock.store.ledger.group import Facts
 from penstock.store.service.store import Store
+from penstock.store.service.wire import Answer, ClientMessage, Granted, Hello, LeaseRequest, Write, calls_of
 from penstock.store.spec import StoreSpec
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import OverSocket
+from penstock.store.client.links import OverSocket
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.roots import SHARED_MEMORY, remove_root
 from penstock.store.data.segments import Segments
-from penstock.store.service.messages import HELLO, MESSAGE, ClientMessage, Hello, calls_of
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
+from penstock.store.service.wire import HELLO, MESSAGE, ClientMessage, Hello, calls_of
 from tests.store.driver import make_spec
 from tests.store.frames import frame
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import TooLarge, WrongType
-from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from penstock.store.spec import StageSpec
 from tests.store.players import group, leased, response
 from tests.store.visitors import WAYS, remote_nodes, serve, until, visit_by
@@ -164,7 +164,7 @@ def test_a_large_snapshot_is_restored_in_parts_that_are_freed_apart(
     async def before(store: Store, endpoint: Endpoint) -> None:
         client, _ = await visit_by("socket", store, endpoint)
         await client.put_groups([with_picture(number) for number in range(4)])
-        monkeypatch.setattr("penstock.store.service.saving.BYTES_PER_BATCH", 2 * SIZE + 10 * KB)
+        monkeypatch.setattr("penstock.store.service.snapshot.BYTES_PER_BATCH", 2 * SIZE + 10 * KB)
         await client.snapshot(str(tmp_path / "snapshots"), 1)
 
     async def after(store: Store, endpoint: Endpoint) -> None:

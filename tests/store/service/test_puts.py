@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from penstock.store.client.client import StoreClient
-from penstock.store.data.layout import Inline
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data.codec import Inline
 from penstock.store.data.schema import encode
 from penstock.store.errors import StoreError, TooLarge
 from penstock.store.service.store import Store

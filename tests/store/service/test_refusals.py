@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import (
     DuplicateRow,
     MissingColumn,
@@ -19,7 +19,7 @@ from penstock.store.errors import (
     WrongLength,
     WrongType,
 )
-from penstock.store.ledger.state import scalars, values_of
+from penstock.store.service.snapshot import scalars, values_of
 from penstock.store.service.store import Store
 from tests.store.driver import living_groups
 from tests.store.players import group, response, run

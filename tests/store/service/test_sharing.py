@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.store.ledger.leases import Holdings
-from penstock.store.service.messages import LeaseRequest
-from penstock.store.service.waiting.sharing import Claim, Sharing, fair_share
+from penstock.store.service.sharing import Claim, Sharing, fair_share
+from penstock.store.service.wire import LeaseRequest
 from tests.amounts import amount
 
 claims = st.lists(st.builds(Claim, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from penstock.store.client.client import StoreClient
-from penstock.store.data import durable, payload
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data import block_index, durable
 from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
-from penstock.store.service import saving
+from penstock.store.service import snapshot as snapshot_module
 from penstock.store.service.snapshot import snapshot_files, snapshots
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
@@ -155,7 +155,7 @@ def test_the_store_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
 
 def test_a_cut_is_of_its_moment_however_slowly_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte what is written of a store that stands still."""
-    monkeypatch.setattr(saving, "SLICE", 1)
+    monkeypatch.setattr(snapshot_module, "SLICE", 1)
 
     async def body(store: Store, client: StoreClient) -> None:
         await half_way(store, client)
@@ -280,7 +280,7 @@ def test_rows_that_arrow_has_no_room_for_at_once_are_written_in_parts(
 ) -> None:
     async def before(store: Store, client: StoreClient) -> None:
         await half_way(store, client)
-        monkeypatch.setattr(payload, "MAX_ENTRIES", 16)
+        monkeypatch.setattr(block_index, "MAX_ENTRIES", 16)
         await client.snapshot(str(tmp_path), 0)
         monkeypatch.undo()
 
@@ -343,7 +343,7 @@ def test_a_late_snapshot_ends_at_its_deadline_and_before_the_next_begins(
 
     async def body(store: Store, client: StoreClient) -> None:
         await half_way(store, client)
-        monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(snapshot_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
         monkeypatch.setattr(durable, "sync_tree", slow)
         late = asyncio.ensure_future(client.snapshot(str(tmp_path), 1, timeout_s=900))
         await asyncio.to_thread(begun.wait)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import TakenOver
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease, SharedLease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import LeaseExpired, StoreClosed, StoreError, UnknownStage
 from penstock.store.service.store import Store
@@ -154,17 +154,17 @@ def test_a_store_that_waits_does_nothing() -> None:
         waiting.append(asyncio.ensure_future(client.lease_shared("train", 0, 0, 1)))
         waiting.append(asyncio.ensure_future(client.put_groups([group(number) for number in range(6)])))
         queues = (store.consumers["reward"], store._ranks["train"], store.puts)
-        while not (waiting[0].done() and all(map(len, queues))) or store._pump._is_scheduled:
+        while not (waiting[0].done() and all(map(len, queues))) or store._waiters._is_scheduled:
             await asyncio.sleep(0)
         pumps = 0
-        wake = store._pump._wake
+        wake = store._waiters._wake
 
         def counted() -> None:
             nonlocal pumps
             pumps += 1
             wake()
 
-        store._pump._wake = counted  # type: ignore[method-assign]
+        store._waiters._wake = counted  # type: ignore[method-assign]
         await asyncio.sleep(0.1)
         assert pumps == 0
         await client.close()

@@ -3,10 +3,10 @@
 import asyncio
 
 from penstock.metering.meters import Meters
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.report import StoreMeter
 from penstock.store.service.store import Store
+from penstock.store.service.store_stats import StoreMeter
 from tests.metering.measured import measured
 from tests.store.driver import make_spec
 from tests.store.players import group

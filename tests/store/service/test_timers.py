@@ -4,12 +4,11 @@ long are woken for these, and for nothing else.
 
 import asyncio
 
-from penstock.store.client.client import StoreClient
-from penstock.store.ledger.effects import Effects
+from penstock.store.client.store_client import StoreClient
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.residents import ENOUGH
+from penstock.store.ledger.residents import ENOUGH, Effects
 from penstock.store.service.store import Store
-from penstock.store.service.waiting.waiters import Expiry
+from penstock.store.service.waiters import Expiry
 from tests.store.driver import make_spec
 from tests.store.players import group
 
@@ -64,13 +63,13 @@ def store_with_a_median(clock: Clock) -> Store:
 def count_wakes(store: Store) -> list[float]:
     """One entry for each time that the store looks who may go on."""
     wakes: list[float] = []
-    arm_timers = store._pump._after_events
+    arm_timers = store._waiters._arm_timers
 
     def counted() -> None:
         wakes.append(store._clock())
         arm_timers()
 
-    store._pump._after_events = counted
+    store._waiters._arm_timers = counted
     return wakes
 
 
@@ -91,7 +90,7 @@ def test_a_store_whose_engines_are_full_does_not_spin_while_a_group_is_slow() ->
         await turns()
         clock.now = 2 * LIMIT_S
         wakes = count_wakes(store)
-        store._pump.schedule()
+        store._waiters.schedule()
         await turns()
         assert len(wakes) <= 5
         assert not asking.done()

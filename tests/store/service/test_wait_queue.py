@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.store.service.waiting.wait_queue import WaitQueue
+from penstock.store.service.waiters import WaitQueue
 
 TURNS = 10
 """Turns of the event loop: more than any of this takes."""

@@ -13,16 +13,14 @@ import pytest
 
 from penstock.conf.errors import WorkerDied
 from penstock.network.connection import HEADER, MAX_BODY
-from penstock.store.client.client import StoreClient
-from penstock.store.client.connected import OverSocket
-from penstock.store.data.codec import Codec
-from penstock.store.data.layout import Inline
+from penstock.store.client.links import OverSocket
+from penstock.store.client.store_client import StoreClient
+from penstock.store.data.codec import Codec, Inline
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
-from penstock.store.service.messages import ANSWER, Answer, Calls, Hello, LeaseRequest
-from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.store import Store
-from penstock.store.service.wire import MAX_BYTES, SCRATCH
+from penstock.store.service.store_server import Endpoint, Server
+from penstock.store.service.wire import ANSWER, MAX_BYTES, SCRATCH, Answer, Calls, Hello, LeaseRequest
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
 from tests.store.players import group, leased, values_of

@@ -1,6 +1,6 @@
 """What the store tells of who worked on what."""
 
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.service.work_log import AT_ONCE, MAX_ENTRIES, WorkLog
 from tests.store.players import group, leased, response, run

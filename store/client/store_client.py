@@ -8,13 +8,10 @@ A worker's loop, which is what every stage looks like:
             scores = score(lease.rows.strings("response_text"))
             await client.write(lease, lease.rows.row_ids, {"reward": scores})
 
-Behind it: `links.py` (where the store is), `batchers.py` (calls, and groups, that travel together), `heartbeat.py`
-(leases of a living worker do not run out), `lease.py` (leases, and the next one while this one is computed).
-
-Batchers of one client: what is called while a message is under way goes together in the next one.
-
-Under load a worker thus pays one round trip for many writes, renewals and releases; without load each goes at once.
-Groups that are put wait for credits as well, in a call of their own.
+Behind it: `links.py` (where the store is), `heartbeat.py` (leases of a living worker do not run out), `lease.py`
+(leases, and the next one while this one is computed). Calls of one client that are made while a message is under way go
+together in the next one (`CallBatcher`, `PutBatcher`): under load a worker pays one round trip for many writes,
+renewals and releases; without load each goes at once.
 """
 
 import asyncio
@@ -35,10 +32,10 @@ from penstock.conf.errors import WorkerDied, suggest
 from penstock.store.client.heartbeat import Heartbeat
 from penstock.store.client.lease import Lease, LeaseStream, Share, SharedLease, Values, ids_of
 from penstock.store.client.links import Link, link_to
-from penstock.store.data.arena import OVERHEAD_BYTES, Slot
-from penstock.store.data.payload import assemble
+from penstock.store.data.block_index import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import check_declared, encode, size_of
+from penstock.store.data.segment_files import OVERHEAD_BYTES, Slot
 from penstock.store.errors import (
     LeaseExpired,
     LeaseSuperseded,
@@ -49,10 +46,10 @@ from penstock.store.errors import (
     UnknownColumn,
 )
 from penstock.store.ledger.admission import check_group_bytes
-from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.group import Facts
 from penstock.store.ledger.outcomes import Outcome
-from penstock.store.service.messages import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
+from penstock.store.service.wire import Granted, LeaseRequest, Write
 from penstock.store.spec import StageSpec, StoreSpec
 
 Outgoing = tuple[str, tuple[Any, ...], "asyncio.Future[Any]"]
@@ -158,13 +155,13 @@ class PutBatcher:
         count = max(1, len(list(small)))
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         batch = first.batch if count == 1 else pa.concat_batches([one.batch for one in sent])
-        facts = first.facts if count == 1 else _together([one.facts for one in sent])
+        facts = first.facts if count == 1 else Facts.concat([one.facts for one in sent])
         tickets = [one.ticket for one in sent for _ in range(one.batch.num_rows)]
         self._putting = asyncio.ensure_future(self._send(batch, facts, first, tickets))
         self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
 
     async def _send(self, batch: pa.RecordBatch, facts: Facts, first: Incoming, tickets: list[int]) -> list[int]:
-        sent = await self._link.ship(batch, self._inline_bytes, first.slot)
+        sent = self._link.ship(batch, self._inline_bytes, first.slot)
         arguments = batch.schema.names, sent, facts, self._client, tickets
         return list(await self._link.call("put", *arguments))
 
@@ -186,24 +183,6 @@ class PutBatcher:
             else:
                 one.numbers.set_result(putting.result()[start:end])
             start = end
-
-
-def _together(facts: list[Facts]) -> Facts:
-    """Join the facts of several puts; all have the source's columns, so the same facts are known of each."""
-
-    def joined(name: str) -> list[int] | None:
-        values = [getattr(one, name) for one in facts]
-        return None if values[0] is None else [value for some in values for value in some]
-
-    return Facts(
-        joined("row_bytes") or [],
-        joined("oldest_version"),
-        joined("response_tokens"),
-        joined("prompt_tokens"),
-        facts[0].token_column,
-        joined("token_lengths"),
-        joined("context_tokens"),
-    )
 
 
 def by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
@@ -275,7 +254,7 @@ class StoreClient:
         try:
             for rows in parts:
                 some = values if len(parts) == 1 else {name: [one[row] for row in rows] for name, one in values.items()}
-                encoded.append(await self._encode(spec, some, rows))
+                encoded.append(self._encode(spec, some, rows))
                 check_group_bytes(spec.max_bytes, encoded[-1][1].row_bytes)  # here: others' may travel in the message
         except StoreError:
             for _, _, slot in encoded:
@@ -300,7 +279,7 @@ class StoreClient:
     ) -> Lease | None:
         """Lease a unit or more, up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
 
-        What is free is shared among the clients that ask (`service/waiting/sharing.py`). `owner`: the worker's name,
+        What is free is shared among the clients that ask (`service/sharing.py`). `owner`: the worker's name,
         for `describe` and `abandon`. `max_held`: for a client that asks whenever it holds fewer units of the stage, one
         of `num_peers`. None when the store is closed, or this client has retired.
         """
@@ -353,17 +332,20 @@ class StoreClient:
         changes nothing. Raises `LeaseExpired` if the rows went to another, `LeaseSuperseded` if another engine was
         first, and what `encode` raises for values that do not fit.
         """
-        write = await self._prepare(lease, row_ids, columns)
+        spec, rows = await self.spec(), ids_of(row_ids)
+        check_declared(self._columns, columns, lease.stage)
+        batch, facts, slot = self._encode(spec, columns, rows)
+        sent = self.link.ship(batch, spec.inline_bytes, slot)
         try:
-            await self._calls.call("write", write)
+            await self._calls.call("write", Write(lease.id, lease.stage, rows, batch.schema.names, sent, facts))
         except LeaseExpired as error:
             if isinstance(error, LeaseSuperseded):
-                self.heartbeat.finished(lease.id, write.row_ids)
+                self.heartbeat.finished(lease.id, rows)
             else:
                 self.heartbeat.unhold(lease.id)
             raise
         if set(self._stages[lease.stage].writes) <= columns.keys():
-            self.heartbeat.finished(lease.id, write.row_ids)
+            self.heartbeat.finished(lease.id, rows)
 
     async def superseded(self) -> list[tuple[int, int]] | None:
         """Wait until others have written groups that this client samples too. Returns leases and groups; None once
@@ -547,23 +529,15 @@ class StoreClient:
         return read
 
     async def _rows(self, granted: Granted) -> Rows:
-        return assemble(await self.link.fetch(granted.payload), granted.names, [])
+        return assemble(await self.link.fetch(granted.payload), granted.names)
 
-    async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
-        spec = await self.spec()
-        rows = ids_of(row_ids)
-        check_declared(self._columns, columns, lease.stage)
-        batch, facts, slot = await self._encode(spec, columns, rows)
-        sent = await self.link.ship(batch, spec.inline_bytes, slot)
-        return Write(lease.id, lease.stage, rows, batch.schema.names, sent, facts)
-
-    async def _encode(
+    def _encode(
         self, spec: StoreSpec, columns: Values, rows: Sequence[int]
     ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
         """Encode columns. Large ones are joined in shared memory, where that can be; blobs are put there afterwards,
         when it is known which of them are equal."""
         has_blobs = any(self._columns[name].dtype == "binary" for name in columns)
-        slot = None if has_blobs else await self._reserved(spec, size_of(columns))
+        slot = None if has_blobs else self._reserve(spec, size_of(columns))
         allocate = None if slot is None else slot.take
         try:
             batch, facts = encode(self._columns, columns, rows, allocate, by_turn=spec.old_turns_are_context)
@@ -571,7 +545,7 @@ class StoreClient:
             if slot is not None:
                 slot.give_back()
             raise
-        return batch, facts, await self._reserved(spec, batch.nbytes) if has_blobs else slot
+        return batch, facts, self._reserve(spec, batch.nbytes) if has_blobs else slot
 
-    async def _reserved(self, spec: StoreSpec, size: int) -> Slot | None:
-        return await self.link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None
+    def _reserve(self, spec: StoreSpec, size: int) -> Slot | None:
+        return self.link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None

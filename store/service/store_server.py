@@ -1,11 +1,11 @@
 """The server of a store: clients call it by a Unix socket from its own machine, over TCP from others.
 
 A connection is a client. When it ends, its process has ended, or cannot be reached, however that came: what it waited
-for is withdrawn and what it held goes back, at once and without a deadline. The other end is `client/connected.py`.
+for is withdrawn and what it held goes back, at once and without a deadline. The other end is `client/links.py`.
 
 The socket lies in a directory that only its user may enter, and a peer whose user the kernel does not name as this one
 is hung up on before anything is read of it. A client that comes over TCP has to know the token
-(`network/handshake.py`).
+(`network/connection.py`).
 """
 
 import asyncio
@@ -23,12 +23,11 @@ from penstock.conf.errors import NotPlainData
 from penstock.network.connection import Address, bind_path, is_same_user
 from penstock.network.listener import Listener
 from penstock.store.data.codec import Malformed
-from penstock.store.data.mappings import DebouncedCall
-from penstock.store.data.remote.nodes import ROWS, RowsNodes
+from penstock.store.data.remote_rows import ROWS, RowsNodes
+from penstock.store.data.segment_files import DebouncedCall
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
-from penstock.store.service.messages import ANSWER, HELLO, MANY, MESSAGE, Answer, Calls, Hello, refs_of
-from penstock.store.service.wire import Wire
+from penstock.store.service.wire import ANSWER, HELLO, MANY, MESSAGE, Answer, Calls, Hello, Wire, refs_of
 
 BACKLOG = 4096
 """Connections that wait to be accepted: all clients of a run come at once."""
@@ -217,7 +216,7 @@ class ClientConnection:
             self.wire.send(ANSWER, Answer(number, None, unsent, notice))
             return
         for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
-            self._segments.use(client, placed.segment)
+            self._segments.book.use(client, placed.segment)
 
     def _tell(self) -> None:
         """Send a notice that no answer has taken along: a client that calls nothing would hold on to what is gone."""

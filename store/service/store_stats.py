@@ -13,10 +13,9 @@ from typing import Any
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.store.data.segments import Segments
-from penstock.store.ledger.catching_up import STORE_LOST
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.server import Server
+from penstock.store.ledger.ledger import STORE_LOST, Ledger
+from penstock.store.service.store_server import Server
 
 Described = dict[str, Any]
 LEASES_AT_ONCE = 256
