@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.conf.errors import PenstockError
-from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
-from penstock.workers.calls.training_calls import (
+from penstock.workers.protocols import (
     WHOLE,
     AdamParams,
     AdapterSpec,
@@ -20,6 +19,8 @@ from penstock.workers.calls.training_calls import (
     Datum,
     ForwardOutput,
     LossCall,
+    SampleCall,
+    SampleOutput,
 )
 
 
@@ -99,5 +100,5 @@ class Backend(Protocol):
     async def drop_sampler(self, sampler: str) -> None:
         """Forget sampler weights. Does nothing where there are none of that name."""
 
-    async def sample(self, sampler: str | None, call: SampleCall) -> SampleOutput:
-        """Sample from published weights; None: from the base model."""
+    async def sample(self, sampler: str | None, call: SampleCall, tenant: str) -> SampleOutput:
+        """Sample from published weights; None: from the base model. `tenant`: whose request it is."""

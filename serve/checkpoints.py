@@ -25,12 +25,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save, save_file
 
 from penstock.conf.errors import DataError
+from penstock.orchestrator.loops.verbs import NAME
 from penstock.serve.journal import JournalError, refusals
-from penstock.serve.wire.requests import NAME
-from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
-from penstock.workers.machine.local_files import replacing, write_whole
+from penstock.workers.protocols import AdapterSpec, AdapterState
 from penstock.workers.rollout.named_adapters import peft_files
-from penstock.workers.weights.publication.room import WHOLE_NAME
+from penstock.workers.runtime.local_files import replacing, write_whole
+from penstock.workers.weights.publication.costs import WHOLE_NAME
 
 SCHEME = "tinker://"
 FOLDERS = {"weights": "training", "sampler_weights": "sampler"}
@@ -65,12 +65,9 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Address):
     """What is told of a checkpoint. Times in seconds since 1970."""
 
-    run: str
-    folder: str
-    name: str
     seq: int
     """Number of the request that saved it."""
     time: float
@@ -79,10 +76,6 @@ class Checkpoint:
     metadata: dict[str, str] | None = None
     file: str = STATE
     """File of the state, beside the facts."""
-
-    @property
-    def address(self) -> Address:
-        return Address(self.run, self.folder, self.name)
 
     @property
     def save(self) -> str:
@@ -97,7 +90,7 @@ class Checkpoint:
         """The checkpoint as the SDK reads it."""
         return {
             "checkpoint_id": f"{self.folder}/{self.name}", "checkpoint_type": FOLDERS[self.folder],
-            "time": iso(self.time), "tinker_path": self.address.path, "size_bytes": self.size_bytes, "public": False,
+            "time": iso(self.time), "tinker_path": self.path, "size_bytes": self.size_bytes, "public": False,
             "user_metadata": self.metadata, "expires_at": iso(self.expires) if self.expires is not None else None,
         }  # fmt: skip
 
@@ -121,15 +114,15 @@ class Checkpoints:
         """Save a state, unless this request has saved it before. `admit`: called with the bytes that it adds. Raises
         what that raises, and `DataError` if another request has saved one of that name."""
         with self._lock:
-            present = self._find(facts.address)
+            present = self._find(facts)
             if present is not None and present.seq == facts.seq:
                 return present
             if present is not None and not overwrite:
-                raise DataError(f"{facts.address.path} is there already: choose another name, or pass overwrite=True.")
+                raise DataError(f"{facts.path} is there already: choose another name, or pass overwrite=True.")
             added = sum(value.nbytes for value in state.tensors.values())
             admit(added - (present.size_bytes if present is not None else 0))
             file = f"state-{facts.seq}.safetensors"
-            size = write_state(self._folder(facts.address) / file, state)
+            size = write_state(self._folder(facts) / file, state)
             self._measure(_safe(facts.run))
             return self._note(replace(facts, size_bytes=size, file=file))
 
@@ -152,9 +145,10 @@ class Checkpoints:
             raise _missing(address)
         return file
 
-    def of_run(self, run: str) -> list[Checkpoint]:
-        """All of a training run, oldest first."""
-        return sorted((one for one in self._all(_safe(run)) if not one.is_over), key=lambda one: (one.time, one.seq))
+    def of_runs(self, *runs: str) -> list[Checkpoint]:
+        """All of training runs, oldest first."""
+        found = [one for run in runs for one in self._all(_safe(run)) if not one.is_over]
+        return sorted(found, key=lambda one: (one.time, one.seq))
 
     def num_bytes(self, runs: Iterable[str]) -> int:
         """Bytes of all saves of training runs, also of those that no name stands for any more."""
@@ -162,7 +156,7 @@ class Checkpoints:
 
     def expired(self) -> list[Address]:
         """Addresses of those whose time is over, and that still take room."""
-        return [one.address for one in self._all("*") if one.is_over]
+        return [one for one in self._all("*") if one.is_over]
 
     def expire(self, address: Address, ttl_s: int | None) -> None:
         """Set the time after which a checkpoint is gone; None: never."""
@@ -233,7 +227,7 @@ class Checkpoints:
             return None
 
     def _note(self, facts: Checkpoint) -> Checkpoint:
-        file = self._folder(facts.address) / FACTS
+        file = self._folder(facts) / FACTS
         with refusals(file):
             write_whole(file, json.dumps(asdict(facts)), synced=True)
         return facts

@@ -24,7 +24,7 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.store.data import durable
-from penstock.workers.machine.local_files import replacing
+from penstock.workers.runtime.local_files import replacing
 
 _LOG = logging.getLogger("penstock")
 _FRAME = struct.Struct("<III")

@@ -14,30 +14,25 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.serve.backend import Backend, BackendFailed, DeadlyRequest, RequestFailed, TrainerLost
 from penstock.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
-from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.request_log import Entry
+from penstock.serve.journal import JournalError
+from penstock.serve.request_log import Entry, failure_of
 from penstock.serve.samples import Samples
-from penstock.serve.schedule import Schedule, Waiting
+from penstock.serve.sdk_messages import Answer, Call, ForwardCall, LoadCall, SaveCall, failure, forward_answer, plain
 from penstock.serve.sessions import Sessions
-from penstock.serve.tenants import Tenants
+from penstock.serve.tenants import NextRequest, Schedule, Tenants
 from penstock.serve.training_client import CHANGING, TrainingClient
-from penstock.serve.wire.requests import Call, ForwardCall, LoadCall, SaveCall
-from penstock.serve.wire.results import Answer, failure, forward_answer, plain
-from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, AdapterState
-from penstock.workers.gateway.http.errors import BadRequest
+from penstock.workers.protocols import AdamParams, AdapterSpec, AdapterState
 
 _LOG = logging.getLogger("penstock")
 LOOK_S = 1.0
 """Seconds between looks at what comes by itself."""
 DISK_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before a request whose result could not be written is carried out again; they double each time."""
-Note = Callable[[TrainingClient, Entry, float], None]
 Chore = Callable[[TrainingClient], Awaitable[None]]
 
 
@@ -49,12 +44,11 @@ class Ranks:
     """Lifecycle: `run` until `drain`; `wake` after anything has come."""
 
     def __init__(
-        self, backend: Backend, clients: Mapping[str, TrainingClient], schedule: Schedule, config: ServeConfig,
-        tenants: Tenants, work: "TrainingWork", note: Note = lambda client, entry, seconds: None,
+        self, backend: Backend, clients: Mapping[str, TrainingClient], config: ServeConfig, tenants: Tenants,
+        work: "TrainingWork",
     ) -> None:  # fmt: skip
-        """`note`: called after each request, with the seconds that it took."""
-        self._backend, self._clients, self._schedule, self._config = backend, clients, schedule, config
-        self._tenants, self._work, self._note = tenants, work, note
+        self._backend, self._clients, self._config = backend, clients, config
+        self._tenants, self._work, self._schedule = tenants, work, Schedule(tenants.shares, tenants.budgets)
         self._resident: dict[str, TrainingClient] = {}
         """Those on the ranks, the one that has rested longest first."""
         self._chores: deque[tuple[TrainingClient, Chore, asyncio.Event]] = deque()
@@ -63,6 +57,8 @@ class Ranks:
         self.num_losses = 0
         self.current = ""
         """Training client whose request is being carried out."""
+        self.num_waiting = 0
+        """Adapters that had a request when the last one was picked."""
 
     def wake(self) -> None:
         self._wake.set()
@@ -117,7 +113,8 @@ class Ranks:
     def _picked(self) -> TrainingClient | None:
         now = time.monotonic()
         ready = [(name, one.facts.tenant, one.next) for name, one in self._clients.items() if one.rests_until <= now]
-        waiting = [Waiting(name, tenant, entry.tokens) for name, tenant, entry in ready if entry is not None]
+        waiting = [NextRequest(name, tenant, entry.tokens) for name, tenant, entry in ready if entry is not None]
+        self.num_waiting = len(waiting)
         chosen = self._schedule.pick(waiting, now) if waiting else None
         return self._clients[chosen.queue] if chosen is not None else None
 
@@ -145,7 +142,7 @@ class Ranks:
                 except JournalError as error:
                     self._pause(client, error)
                 else:
-                    await client.finish()
+                    client.finish()
 
     async def _carry_out(self, client: TrainingClient, entry: Entry) -> None:
         started = time.monotonic()
@@ -154,8 +151,8 @@ class Ranks:
         except JournalError as error:
             self._pause(client, error)
             return
-        await client.finish()
-        self._note(client, entry, time.monotonic() - started)
+        client.finish()
+        self._tenants.note(client.facts.tenant, entry, time.monotonic() - started)
         client.num_unsaved += entry.kind in CHANGING and not entry.is_failure
         is_load = entry.kind in ("load_model", "load_weights")
         if is_load or entry.kind == "save_weights" or client.num_unsaved >= self._config.snapshot_every:
@@ -183,20 +180,10 @@ class Ranks:
                 await self._lost(client, error)
                 if isinstance(error, RequestFailed):
                     return failure(str(error), is_users=False)
-            except (_StateLost, JournalDamaged) as error:
-                return failure(str(error), is_users=False)
-            except (JournalError, BackendFailed):
-                raise
-            except (BadRequest, DataError, ConfigError) as error:
-                if not client.is_resident:
-                    self._forget(client)
-                return failure(str(error), is_users=True)
-            except OSError as error:
-                raise JournalError(f"request {entry.seq}: {error}. It is tried again.") from error
             except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
-                _LOG.exception("%s: request %d has failed", client.facts.model_id, entry.seq)
-                self._forget(client)
-                return failure(f"{type(error).__name__}: {error}", is_users=False)
+                if not client.is_resident or not isinstance(error, PenstockError):
+                    self._forget(client)
+                return failure_of(error, f"{client.facts.model_id}: request {entry.seq}")
         return failure(refusal, is_users=True)
 
     async def _bring(self, client: TrainingClient) -> None:
@@ -330,17 +317,16 @@ class TrainingWork:
         admit = partial(self._refuse_full, client.facts.tenant)
         await asyncio.to_thread(lambda: self._checkpoints.save(facts, kept, overwrite=call.overwrite, admit=admit))
         if call.overwrite:
-            await self._samples.drop_saves(facts.address)
-        return plain({"path": facts.address.path, "type": entry.kind})
+            await self._samples.drop_saves(facts)
+        return plain({"path": facts.path, "type": entry.kind})
 
     def _refuse_full(self, tenant: str, num_bytes: int) -> None:
         """Raise `DataError` for a save by which a tenant would have more on the disk than it may."""
-        most_gib, runs = self._tenants.configs[tenant].max_stored_gib, self._sessions.runs(tenant)
-        stored = self._checkpoints.num_bytes(run.model_id for run in runs)
+        most_gib = self._tenants.configs[tenant].max_stored_gib
+        runs = [run.model_id for run in self._sessions.runs(tenant)]
+        stored = self._checkpoints.num_bytes(runs)
         if most_gib and stored + num_bytes > most_gib * 2**30:
-            found = [one for run in runs for one in self._checkpoints.of_run(run.model_id)]
-            found.sort(key=lambda one: one.time)
-            oldest = ", ".join(one.address.path for one in found[:3])
+            oldest = ", ".join(one.path for one in self._checkpoints.of_runs(*runs)[:3])
             raise DataError(f"the saved weights of this key take {stored / 2**30:.3g} GiB, and it has {most_gib:g} "
                             f"(max_stored_gib). Delete some with delete_checkpoint_from_tinker_path, the oldest are "
                             f"{oldest}; then save again, with ttl_seconds if they are needed for a while.")  # fmt: skip
@@ -348,8 +334,7 @@ class TrainingWork:
     async def _publish(self, client: TrainingClient, entry: Entry, call: SaveCall) -> Answer:
         state = await self._backend.adapter_state(client.facts.model_id)
         sampler = await self._samples.add_own(client, entry.seq, call.sampling_seq or 0, state.for_sampling())
-        told: dict[str, Any] = {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
-        return plain(told)
+        return plain({"sampling_session_id": sampler, "type": "save_weights_for_sampler"})
 
     async def _read(self, client: TrainingClient, path: str, with_optimizer: bool) -> AdapterState:
         """The state of a checkpoint of the tenant's."""

@@ -19,20 +19,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.errors import PenstockError
-from penstock.serve.journal import Journal, JournalError, Record, RecordDropped, refusals
-from penstock.serve.wire.results import Answer
-from penstock.workers.machine.local_files import replacing
+from penstock.conf.errors import ConfigError, DataError, PenstockError
+from penstock.serve.backend import BackendFailed
+from penstock.serve.journal import Journal, JournalDamaged, JournalError, Record, RecordDropped, refusals
+from penstock.serve.sdk_messages import Answer, failure
+from penstock.workers.agents.gateway.client_errors import BadRequest
+from penstock.workers.runtime.local_files import replacing
 
 _LOG = logging.getLogger("penstock")
 
 
-class OtherContent(PenstockError):
-    """A request that comes with the number of another one."""
+class WrongNumber(PenstockError):
+    """A request with the number of another one, or of one whose turn is over."""
 
 
-class ResultGone(PenstockError):
-    """A result that is kept no longer."""
+class Gone(PenstockError):
+    """A result or a session that is kept no longer."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,13 @@ class RequestLog:
 
     async def accept(self, asked: Asked) -> Entry:
         """Take a request, or recognise one that was taken before. Returns once it is on the disk. Raises
-        `OtherContent`, `JournalError`."""
+        `WrongNumber`, `JournalError`."""
         seq = asked.seq
         digest = hashlib.sha256(asked.kind.encode() + b"/" + (asked.identity or asked.body)).hexdigest()[:32]
         known = self.entries.get(seq)
         if known is not None:
             if known.digest != digest:
-                raise OtherContent(
+                raise WrongNumber(
                     f"request {seq} was taken before with other content ({known.kind}): a number is for one request. "
                     "Two clients use one training client; make one for each."
                 )
@@ -144,17 +146,17 @@ class RequestLog:
         self._note_answer(await self._results.append(header, answer.body))
 
     def answer_of(self, entry: Entry) -> Answer | None:
-        """The result of a request; None while there is none. From any thread. Raises `ResultGone`, `JournalError`."""
+        """The result of a request; None while there is none. From any thread. Raises `Gone`, `JournalError`."""
         if entry.answered is not None:
             with contextlib.suppress(RecordDropped):
                 return Answer(self._results.read(entry.answered), entry.answer_kind, entry.is_failure)
         if entry.is_done.is_set():
-            raise ResultGone(f"the result of request {entry.seq} is kept no longer (serve.keep_results).")
+            raise Gone(f"the result of request {entry.seq} is kept no longer (serve.keep_results).")
         return None
 
     def body_of(self, entry: Entry) -> bytes:
         if entry.body is None:
-            raise ResultGone(f"request {entry.seq} is kept no longer.")
+            raise Gone(f"request {entry.seq} is kept no longer.")
         return self._requests.read(entry.body)
 
     async def drop_bodies(self) -> None:
@@ -202,6 +204,19 @@ class RequestLog:
             oldest = self._ends.popleft()
             if oldest in self.entries and self.entries[oldest].body is None:
                 del self.entries[oldest]
+
+
+def failure_of(error: Exception, what: str) -> Answer:
+    """The answer to a request that has failed. Raises the error of one that is carried out again, once the disk takes
+    it (`JournalError`) or by the next server (`BackendFailed`)."""
+    if isinstance(error, OSError):
+        raise JournalError(f"{what}: {error}. It is tried again.") from error
+    if isinstance(error, BackendFailed) or (isinstance(error, JournalError) and not isinstance(error, JournalDamaged)):
+        raise error
+    if isinstance(error, PenstockError):
+        return failure(str(error), is_users=isinstance(error, BadRequest | DataError | ConfigError))
+    _LOG.error("%s has failed", what, exc_info=error)
+    return failure(f"{type(error).__name__}: {error}", is_users=False)
 
 
 def _join_older(directory: Path) -> None:

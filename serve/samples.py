@@ -5,10 +5,9 @@
 
 SAMPLES/SESSION/requests.journal, results.journal, weights-NUMBER.safetensors
 
-Carries out requests for samples on the engines: many at once, up to a bound, in a fair order of tenants.
-
-They wait for nobody's training. A request is journaled like one that trains, so after a start of the server those
-without a result are drawn again, with the seeds that they had.
+Engines carry out many requests at once, up to a bound, in a fair order of tenants, and wait for nobody's training. A
+request is journaled like one that trains, so after a start of the server those without a result are drawn again, with
+the seeds that they had.
 """
 
 import asyncio
@@ -18,27 +17,23 @@ import secrets
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.conf.errors import ConfigError, DataError, PenstockError
+from penstock.conf.errors import DataError, PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.loops.verbs import seed_of
-from penstock.serve.backend import Backend, BackendFailed, DeadlyRequest
+from penstock.serve.backend import Backend, DeadlyRequest
 from penstock.serve.checkpoints import Address, Checkpoints, read_state, write_state
-from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.request_log import Asked, Entry, RequestLog
-from penstock.serve.schedule import Schedule, Waiting
+from penstock.serve.journal import JournalError
+from penstock.serve.request_log import Asked, Entry, RequestLog, failure_of
+from penstock.serve.sdk_messages import Answer, SampleRequest, failure, sample_answer, sample_request
 from penstock.serve.sessions import Sampler, Session, Sessions
-from penstock.serve.tenants import Tenants
+from penstock.serve.tenants import NextRequest, Schedule, Tenants
 from penstock.serve.training_client import TrainingClient
-from penstock.serve.wire.requests import SampleRequest, sample_request
-from penstock.serve.wire.results import Answer, failure, sample_answer
-from penstock.workers.calls.sample_calls import SampleOutput
-from penstock.workers.calls.training_calls import AdapterState
-from penstock.workers.gateway.http.errors import BadRequest
-from penstock.workers.lifecycle.concurrent_tasks import cancel_all
+from penstock.workers.protocols import AdapterState
+from penstock.workers.runtime.async_tasks import cancel_all
 
 _LOG = logging.getLogger("penstock")
 LOOK_S = 1.0
@@ -50,14 +45,9 @@ class Ticket:
     """A request for samples in its queue."""
 
     tenant: str
-    queue: str
-    """Its sampling session."""
+    sampler: Sampler
     log: RequestLog
     entry: Entry
-    request: Callable[[], SampleRequest]
-    """Decodes it, in any thread. Raises `BadRequest`."""
-    file: Callable[[], Path | None]
-    """File of the weights; None: the base model. Raises `DataError` if they are gone."""
 
 
 class Publications:
@@ -126,13 +116,9 @@ class Publications:
 class SamplingQueue:
     """Lifecycle: `run` until `close`; `put` tickets, `cancel` some."""
 
-    def __init__(
-        self, backend: Backend, publications: Publications, schedule: Schedule, tenants: Tenants, most: int,
-        note: Callable[[Ticket, SampleOutput | None, float], None] = lambda ticket, output, seconds: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, schedule: Schedule, most: int, carry_out: Callable[[Ticket], Awaitable[None]]) -> None:
         """`most`: requests that engines have at the same time."""
-        self._backend, self._publications, self._schedule, self._most = backend, publications, schedule, most
-        self._tenants, self._note = tenants, note
+        self._schedule, self._most, self._carry_out = schedule, most, carry_out
         self._queues: dict[str, deque[Ticket]] = {}
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
@@ -140,7 +126,7 @@ class SamplingQueue:
         self._failure: BaseException | None = None
 
     def put(self, ticket: Ticket) -> None:
-        self._queues.setdefault(ticket.queue, deque()).append(ticket)
+        self._queues.setdefault(ticket.sampler.id, deque()).append(ticket)
         self._wake.set()
 
     def is_idle(self, queue: str) -> bool:
@@ -162,7 +148,7 @@ class SamplingQueue:
                     async with asyncio.timeout(LOOK_S):
                         await self._wake.wait()
                 continue
-            key = ticket.queue, ticket.entry.seq
+            key = ticket.sampler.id, ticket.entry.seq
             self._running[key] = task = asyncio.create_task(self._carry_out(ticket))
             task.add_done_callback(lambda task, key=key: self._ended(key, task))  # type: ignore[misc]
 
@@ -193,7 +179,7 @@ class SamplingQueue:
 
     def _picked(self) -> Ticket | None:
         fronts = [queue[0] for queue in self._queues.values() if queue]
-        waiting = [Waiting(ticket.queue, ticket.tenant, ticket.entry.tokens) for ticket in fronts]
+        waiting = [NextRequest(ticket.sampler.id, ticket.tenant, ticket.entry.tokens) for ticket in fronts]
         chosen = self._schedule.pick(waiting, time.monotonic()) if waiting else None
         if chosen is None:
             return None
@@ -208,47 +194,6 @@ class SamplingQueue:
         if not task.cancelled():
             self._failure = self._failure or task.exception()
         self._wake.set()
-
-    async def _carry_out(self, ticket: Ticket) -> None:
-        started = time.monotonic()
-        try:
-            answer = await self._answered(ticket, started)
-            await ticket.log.answer(ticket.entry, answer)
-            if answer.is_failure:
-                self._note(ticket, None, time.monotonic() - started)
-        except JournalError as error:
-            _LOG.warning("%s: %s", ticket.queue, error)
-            await asyncio.sleep(LOOK_S)
-            if not ticket.log.is_closed:
-                self.put(ticket)
-
-    async def _answered(self, ticket: Ticket, started: float) -> Answer:
-        if refusal := self._tenants.refusal(ticket.tenant, started):
-            return failure(refusal, is_users=True)
-        try:
-            request, file = await asyncio.to_thread(ticket.request), ticket.file()
-            name = await self._publications.name_of(file) if file is not None else None
-            try:
-                output = await self._backend.sample(name, request.call)
-            finally:
-                if name is not None:
-                    await self._publications.release(name)
-            self._note(ticket, output, time.monotonic() - started)
-            return sample_answer(output, request)
-        except JournalDamaged as error:
-            return failure(str(error), is_users=False)
-        except (JournalError, BackendFailed):
-            raise
-        except DeadlyRequest as error:
-            self._tenants.refuse(ticket.tenant, str(error), time.monotonic() + self._backend.window_s)
-            return failure(self._tenants.refusal(ticket.tenant, time.monotonic()), is_users=True)
-        except (BadRequest, DataError, ConfigError) as error:
-            return failure(str(error), is_users=True)
-        except PenstockError as error:
-            return failure(str(error), is_users=False)
-        except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
-            _LOG.exception("%s: request %d for samples has failed", ticket.queue, ticket.entry.seq)
-            return failure(f"{type(error).__name__}: {error}", is_users=False)
 
 
 def _weights(file: Path) -> AdapterState:
@@ -273,7 +218,7 @@ class Samples:
         """Requests, by session."""
         self.publications = Publications(backend, 2 * config.max_loaded)
         self.schedule = Schedule(tenants.shares, tenants.budgets)
-        self.queue = SamplingQueue(backend, self.publications, self.schedule, tenants, config.max_sampling, self._note)
+        self.queue = SamplingQueue(self.schedule, config.max_sampling, self._carry_out)
 
     def log_of(self, session: Session) -> RequestLog | None:
         """Requests of a session, opened where they are closed; None if it has had none. Raises `JournalError`."""
@@ -294,7 +239,7 @@ class Samples:
         is_known = number in log.entries
         entry = await log.accept(replace(asked, seq=number))
         if not is_known:
-            self.queue.put(self._ticket(session, sampler, log, entry))
+            self.queue.put(Ticket(session.tenant, sampler, log, entry))
         return entry
 
     def file_of(self, sampler: Sampler) -> Path | None:
@@ -365,14 +310,46 @@ class Samples:
         for entry in log.pending():
             sampler = by_number.get(entry.seq // SEQ_BITS)
             if sampler is not None:
-                self.queue.put(self._ticket(session, sampler, log, entry))
+                self.queue.put(Ticket(session.tenant, sampler, log, entry))
         return log
 
-    def _ticket(self, session: Session, sampler: Sampler, log: RequestLog, entry: Entry) -> Ticket:
-        return Ticket(
-            session.tenant, sampler.id, log, entry,
-            lambda: self.decoded(log.body_of(entry), sampler, entry.seq % SEQ_BITS), lambda: self.file_of(sampler),
-        )  # fmt: skip
+    async def _carry_out(self, ticket: Ticket) -> None:
+        started = time.monotonic()
+        try:
+            answer, tokens = await self._answered(ticket)
+            await ticket.log.answer(ticket.entry, answer)
+            self._tenants.note(ticket.tenant, ticket.entry, time.monotonic() - started, tokens)
+        except JournalError as error:
+            _LOG.warning("%s: %s", ticket.sampler.id, error)
+            await asyncio.sleep(LOOK_S)
+            if not ticket.log.is_closed:
+                self.queue.put(ticket)
+
+    async def _answered(self, ticket: Ticket) -> tuple[Answer, int]:
+        """The answer to a request, and the tokens that were sampled for it. Raises `JournalError`, `BackendFailed`."""
+        if refusal := self._tenants.refusal(ticket.tenant, time.monotonic()):
+            return failure(refusal, is_users=True), 0
+        sampler, entry, file = ticket.sampler, ticket.entry, None
+        try:
+            body = await asyncio.to_thread(ticket.log.body_of, entry)
+            request = await asyncio.to_thread(self.decoded, body, sampler, entry.seq % SEQ_BITS)
+            file = self.file_of(sampler)
+            name = await self.publications.name_of(file) if file is not None else None
+            try:
+                output = await self._backend.sample(name, request.call, ticket.tenant)
+            finally:
+                if name is not None:
+                    await self.publications.release(name)
+            return sample_answer(output, request), sum(len(sample.token_ids) for sample in output.samples)
+        except DeadlyRequest as error:
+            if file is not None:  # the engines may have given the weights up: they get them anew
+                with contextlib.suppress(PenstockError):
+                    await self.publications.drop(file)
+            now = time.monotonic()
+            self._tenants.refuse(ticket.tenant, str(error), now + self._backend.window_s)
+            return failure(self._tenants.refusal(ticket.tenant, now), is_users=True), 0
+        except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
+            return failure_of(error, f"{sampler.id}: request {entry.seq} for samples"), 0
 
     async def _drop(self, sampler: Sampler) -> None:
         await self.queue.drop(sampler.id)
@@ -387,10 +364,6 @@ class Samples:
 
     def _own_file(self, sampler: Sampler) -> Path:
         return self._of(sampler.session_id) / f"weights-{sampler.number}.safetensors"
-
-    def _note(self, ticket: Ticket, output: SampleOutput | None, seconds: float) -> None:
-        tokens = sum(len(sample.token_ids) for sample in output.samples) if output is not None else 0
-        self._tenants.note(ticket.tenant, ticket.entry, seconds, tokens)
 
 
 def sampler_id(session_id: str, number: int) -> str:

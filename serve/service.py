@@ -12,26 +12,32 @@ import contextlib
 import logging
 import shutil
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.serve import ServeConfig
+from penstock.metering import table
 from penstock.serve.backend import Backend
 from penstock.serve.checkpoints import Address, Checkpoints, NoCheckpoint
 from penstock.serve.journal import JournalDamaged, JournalError
 from penstock.serve.ranks import Ranks, TrainingWork
-from penstock.serve.request_log import Asked, Entry
+from penstock.serve.request_log import Asked, Entry, RequestLog
 from penstock.serve.samples import Samples, number_of
-from penstock.serve.schedule import Schedule
 from penstock.serve.sessions import Busy, NotFound, Sampler, Session, Sessions
-from penstock.serve.tenants import Tenants
+from penstock.serve.tenants import OPERATOR, Tenants
 from penstock.serve.training_client import ClientFacts, TrainingClient
-from penstock.workers.lifecycle.concurrent_tasks import cancel_all
+from penstock.workers.runtime.async_tasks import cancel_all
 
 _LOG = logging.getLogger("penstock")
 SILENT_S = 60.0
 """Seconds without a heartbeat after which a client of a whole model makes place for another; the SDK sends one every 10
 s."""
+
+
+Value = TypeVar("Value")
 
 
 class Refused(PenstockError):
@@ -48,8 +54,7 @@ class Service:
         self.clients: dict[str, TrainingClient] = {}
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
         work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions, tenants)
-        schedule = Schedule(tenants.shares, tenants.budgets)
-        self.ranks = Ranks(backend, self.clients, schedule, config, tenants, work, self._note_training)
+        self.ranks = Ranks(backend, self.clients, config, tenants, work)
         self._damaged: set[str] = set()
         """Training clients whose files cannot be read."""
         self._making = asyncio.Lock()
@@ -135,36 +140,36 @@ class Service:
 
     async def accept(self, client: TrainingClient, asked: Asked) -> Entry:
         """Take a request of a training client. Raises `Busy`, and `JournalError` while the server ends."""
-        self._refuse_at_end()
-        self._touch(client.facts.session_id)
-        if asked.seq not in client.log.entries and asked.seq != client.next_seq:  # the others wait for the next one
-            self._refuse_crowd(client.facts.tenant, len(asked.body))
+        is_known = asked.seq in client.log.entries or asked.seq == client.next_seq  # which all others wait for
+        self._admit(client.facts.session_id, 0 if is_known else len(asked.body))
         entry = await client.accept(asked)
         self.ranks.wake()
         return entry
 
     async def take_sample(self, sampler: Sampler, asked: Asked) -> Entry:
         """Take a request of a sampling session. Raises `Busy`, and `JournalError` while the server ends."""
-        self._refuse_at_end()
-        self._touch(sampler.session_id)
-        session = self.sessions.sessions[sampler.session_id]
-        log = self.samples.log_of(session)
-        if log is None or number_of(sampler, asked.seq) not in log.entries:
-            self._refuse_crowd(session.tenant, len(asked.body))
+        log = self.samples.log_of(self.sessions.sessions[sampler.session_id])
+        is_known = log is not None and number_of(sampler, asked.seq) in log.entries
+        self._admit(sampler.session_id, 0 if is_known else len(asked.body))
         return await self.samples.take(sampler, asked)
 
-    def _refuse_crowd(self, tenant: str, num_bytes: int) -> None:
-        """Raise `Busy` for one more request of a tenant that has as much waiting as it may."""
-        (num, size), bounds = self.waiting(tenant), self.tenants.configs[tenant]
+    def _admit(self, session_id: str, num_bytes: int) -> None:
+        """Note that a session is alive. `num_bytes`: of a new request; 0: it is known. Raises `Busy` where its tenant
+        has as much waiting as it may, and `JournalError` while the server ends."""
+        if self.trouble:
+            raise JournalError(f"{self.trouble} It takes no more requests: send this one again to the next server.")
+        session = self.sessions.sessions[session_id]
+        session.last_seen = time.time()
+        bounds = self.tenants.configs[session.tenant]
+        num, size = waiting(log for tenant, log in self.logs() if num_bytes and tenant == session.tenant)
         if num and (num >= bounds.max_waiting or size + num_bytes > bounds.max_waiting_mib * 2**20):
             raise Busy(f"{num} requests of this key wait or are under way, and it has {bounds.max_waiting} of "
                        f"{bounds.max_waiting_mib} MiB (max_waiting, max_waiting_mib). Send it again.")  # fmt: skip
 
-    def waiting(self, tenant: str) -> tuple[int, int]:
-        """Number of a tenant's requests without a result, and the bytes of their bodies."""
-        logs = [client.log for client in self.clients.values() if client.facts.tenant == tenant]
-        logs += [log for name, log in self.samples.logs.items() if self.sessions.sessions[name].tenant == tenant]
-        return sum(len(log.waiting) for log in logs), sum(sum(log.waiting.values()) for log in logs)
+    def logs(self) -> Iterator[tuple[str, RequestLog]]:
+        """All requests that are open, each log with its tenant."""
+        yield from ((client.facts.tenant, client.log) for client in self.clients.values())
+        yield from ((self.sessions.sessions[name].tenant, log) for name, log in self.samples.logs.items())
 
     async def unload(self, client: TrainingClient) -> None:
         """End a training client, after the requests that have come. Raises `Refused` if they take too long."""
@@ -202,12 +207,7 @@ class Service:
         if self.ranks.current == client.facts.model_id:
             return f"request {client.next_seq} is being carried out"
         before = entry.seq - client.next_seq if entry is not None else 0
-        others = sum(one.next is not None for one in self.clients.values()) - 1
-        return f"{before} requests before it, and {max(0, others)} other adapters that wait"
-
-    def _refuse_at_end(self) -> None:
-        if self.trouble:
-            raise JournalError(f"{self.trouble} It takes no more requests: send this one again to the next server.")
+        return f"{before} requests before it, and {max(0, self.ranks.num_waiting - 1)} other adapters that wait"
 
     def _open_client(self, facts: ClientFacts) -> TrainingClient:
         directory = self.directory / "clients" / facts.model_id.replace(":", "_")
@@ -249,7 +249,7 @@ class Service:
             await self.sessions.forget_gone(session, self.config.keep_results)
         for session in self.sessions.surplus(time.time() - SILENT_S):
             await self.finish(session)
-            kept = [run for run in session.clients if await asyncio.to_thread(self.checkpoints.of_run, run)]
+            kept = [run for run in session.clients if await asyncio.to_thread(self.checkpoints.of_runs, run)]
             await self.sessions.forget(session, kept)
         await self.sessions.make_small()
 
@@ -258,14 +258,91 @@ class Service:
         await self.samples.publications.drop(await asyncio.to_thread(self.checkpoints.delete, address))
         await self.samples.drop_saves(address)
 
-    def _touch(self, session_id: str) -> None:
-        """Note that a session is alive."""
-        self.sessions.sessions[session_id].last_seen = time.time()
-
-    def _note_training(self, client: TrainingClient, entry: Entry, seconds: float) -> None:
-        tokens = entry.tokens if entry.kind.startswith("forward") else 0
-        self.tenants.note(client.facts.tenant, entry, seconds, tokens)
-
 
 def client_id(session_id: str, number: int) -> str:
     return f"{session_id}:train:{number}"
+
+
+def status(service: Service, who: str) -> dict[str, Any]:
+    """The state of the server as plain data: tenants, their training clients, and what each waits for. A tenant sees
+    its own. Looks at each session and client once."""
+    names = [name for name in service.tenants.configs if who in (OPERATOR, name)]
+    sessions = _by_tenant((one.tenant, one) for one in service.sessions.sessions.values() if not one.is_over)
+    runs = _by_tenant((run.tenant, run.model_id) for run in service.sessions.facts.values())
+    clients = _by_tenant((client.facts.tenant, client) for client in service.clients.values())
+    logs = _by_tenant(service.logs())
+    for name in names:
+        num_waiting, waiting_bytes = waiting(logs[name])
+        stored = service.checkpoints.num_bytes(runs[name])
+        for metric, value in {
+            table.SERVE_WAITING: num_waiting, table.SERVE_WAITING_BYTES: waiting_bytes, table.SERVE_STORED: stored,
+            table.SERVE_ADAPTERS: len(clients[name]),
+            table.SERVE_RESIDENT: sum(client.is_resident for client in clients[name]),
+        }.items():  # fmt: skip
+            service.tenants.meters.put(metric, value, tenant=name)
+    facts, usage = service.backend.facts, service.tenants.usage()
+    return {
+        "model": {"name": facts.name, "max_length": facts.max_length, "max_rank": facts.max_rank},
+        "is_ending": service.is_ending.is_set(),
+        "losses_of_ranks": service.ranks.num_losses,
+        "tenants": {name: _tenant(service, name, usage[name], sessions[name], clients[name]) for name in names},
+    }
+
+
+def metrics(service: Service, who: str) -> str:
+    """What each tenant has used and has under way, as Prometheus reads it; a tenant sees its own."""
+    status(service, who)  # measures what there is now
+    found: dict[str, list[str]] = {}
+    for series, value in service.tenants.meters.read().items():
+        if who in (OPERATOR, dict(series.labels)["tenant"]):
+            shown = ",".join(f'{label}="{text}"' for label, text in series.labels)
+            head = f"# TYPE {series.metric.name} {series.metric.kind}"
+            found.setdefault(head, []).append(f"{series.name}{{{shown}}} {value}")
+    return "".join(f"{line}\n" for head, lines in found.items() for line in (head, *lines))
+
+
+def _tenant(
+    service: Service, name: str, usage: dict[str, Any], sessions: list[Session], clients: list[TrainingClient]
+) -> dict[str, Any]:
+    config, now = service.tenants.configs[name], time.time()
+    return {
+        "share": config.share,
+        "tokens_per_minute": config.tokens_per_minute,
+        "paused_s": service.samples.schedule.opens_in(name, time.monotonic()),
+        "max_adapters": config.max_adapters,
+        "max_stored_gib": config.max_stored_gib,
+        "usage": usage,
+        "sessions": [
+            {"id": one.id, "name": one.display_name, "silent_s": now - one.last_seen, "rests": one.is_resting}
+            for one in sessions
+        ],
+        "clients": [_client(service, client) for client in clients],
+    }
+
+
+def _client(service: Service, client: TrainingClient) -> dict[str, Any]:
+    is_waiting = client.num_waiting > 0
+    return {
+        "id": client.facts.model_id,
+        "session": client.facts.session_id,
+        "base_model": client.facts.base_model,
+        "rank": client.facts.rank,
+        "next": client.next_seq,
+        "waiting": client.num_waiting,
+        "on_ranks": client.is_resident,
+        "snapshot": client.snapshot_seq,
+        "waits_for": service.waits_for(client, client.next) if is_waiting else "the client's next request",
+    }
+
+
+def waiting(logs: Iterable[RequestLog]) -> tuple[int, int]:
+    """Number of requests without a result, and the bytes of their bodies."""
+    sizes = [size for log in logs for size in log.waiting.values()]
+    return len(sizes), sum(sizes)
+
+
+def _by_tenant(values: Iterable[tuple[str, Value]]) -> dict[str, list[Value]]:
+    found: defaultdict[str, list[Value]] = defaultdict(list)
+    for tenant, value in values:
+        found[tenant].append(value)
+    return found

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.serve.journal import Header, Journal
-from penstock.serve.request_log import OtherContent
+from penstock.serve.request_log import Gone, WrongNumber
 from penstock.serve.training_client import ClientFacts
 
 LARGE_BYTES = 2**20
@@ -32,10 +32,6 @@ class NotFound(PenstockError):
 
 class Busy(PenstockError):
     """A request of a tenant that has as much waiting or open as it may."""
-
-
-class SessionOver(PenstockError):
-    """A session that was finished."""
 
 
 @dataclass
@@ -141,10 +137,10 @@ class Sessions:
         return found
 
     def live(self, tenant: str, session_id: str) -> Session:
-        """A session that goes on. Raises `NotFound`, `SessionOver`."""
+        """A session that goes on. Raises `NotFound`, `Gone`."""
         found = self.session(tenant, session_id)
         if found.is_over:
-            raise SessionOver(f"session {session_id} is finished: make a new ServiceClient.")
+            raise Gone(f"session {session_id} is finished: make a new ServiceClient.")
         return found
 
     async def add_client(self, facts: ClientFacts) -> None:
@@ -167,14 +163,14 @@ class Sessions:
 
     async def add_sampler(self, sampler: Sampler) -> Sampler:
         """Add a sampling session, unless it was added before. From the call on its save is in use. Raises
-        `OtherContent` if it was of other weights."""
+        `WrongNumber` if it was of other weights."""
         self.uses[sampler.save] += 1
         try:
             async with self._making:
                 samplers = self.sessions[sampler.session_id].samplers
                 known = samplers.get(sampler.id)
                 if known is not None and not known.is_same(sampler):
-                    raise OtherContent(f"{sampler.id} was made before, of other weights.")
+                    raise WrongNumber(f"{sampler.id} was made before, of other weights.")
                 if known is None:
                     same = [one.count for one in samplers.values() if (one.path, one.is_own) == (sampler.path, False)]
                     count = max(same, default=-1) + 1  # those before may be forgotten

@@ -19,21 +19,15 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.loops.verbs import seed_of
+from penstock.serve import sdk_messages as sdk
 from penstock.serve.checkpoints import read_state, write_state
-from penstock.serve.request_log import Asked, Entry, RequestLog
-from penstock.serve.wire import requests
-from penstock.serve.wire.bodies import Body, read
-from penstock.serve.wire.requests import Call
-from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
-from penstock.workers.gateway.http.errors import BadRequest
+from penstock.serve.request_log import Asked, Entry, RequestLog, WrongNumber
+from penstock.workers.agents.gateway.client_errors import BadRequest
+from penstock.workers.protocols import AdapterSpec, AdapterState
 
 _LOG = logging.getLogger("penstock")
 CHANGING = ("create_model", "load_model", "forward_backward", "optim_step", "load_weights")
 """Kinds of requests after which an adapter is another one."""
-
-
-class TooLate(PenstockError):
-    """A request whose turn is over."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,9 @@ class TrainingClient:
         self._writing: asyncio.Task[None] | None = None
 
     async def accept(self, asked: Asked) -> Entry:
-        """Take a request, or recognise one that was taken. Raises `TooLate`, `OtherContent`, `JournalError`."""
+        """Take a request, or recognise one that was taken. Raises `WrongNumber`, `JournalError`."""
         if asked.seq < self.next_seq and asked.seq not in self.log.entries:
-            raise TooLate(
+            raise WrongNumber(
                 f"request {asked.seq} of {self.facts.model_id} comes too late: {self.next_seq} is the next. Make a new "
                 "training client from the last checkpoint."
             )
@@ -102,11 +96,11 @@ class TrainingClient:
     def num_waiting(self) -> int:
         return len(self.log.waiting)
 
-    def call_of(self, entry: Entry) -> Call:
+    def call_of(self, entry: Entry) -> sdk.Call:
         """What a request asks for, from any thread. Raises `BadRequest`."""
         return decoded(entry, self.log.body_of(entry), self.facts, self._max_rank)
 
-    async def finish(self) -> None:
+    def finish(self) -> None:
         """Go on to the request after the one that was answered."""
         self.pause_s, self.trouble = 0.0, ""
         self.next_seq = self.log.highest_answered + 1
@@ -163,20 +157,20 @@ class TrainingClient:
         return entry.seq > self.snapshot_seq and (is_first or (entry.kind in CHANGING and not entry.is_failure))
 
 
-def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int) -> Call:
+def decoded(entry: Entry | Asked, body: bytes, facts: ClientFacts, max_rank: int) -> sdk.Call:
     """What a request asks for, by its kind. Raises `BadRequest`."""
     if entry.kind in ("forward", "forward_backward"):
-        return requests.forward_call(body, entry.content_type, backward=entry.kind == "forward_backward")
-    asked = read(Body, body)
+        return sdk.forward_call(body, entry.content_type, backward=entry.kind == "forward_backward")
+    asked = sdk.read(sdk.Body, body)
     match entry.kind:
         case "create_model":
-            return requests.adapter_spec(asked, max_rank, seed_of_client(facts.model_id))
+            return sdk.adapter_spec(asked, max_rank, seed_of_client(facts.model_id))
         case "optim_step":
-            return requests.optim_call(asked)
+            return sdk.optim_call(asked)
         case "save_weights" | "save_weights_for_sampler":
-            return requests.save_call(asked, is_sampler=entry.kind == "save_weights_for_sampler")
+            return sdk.save_call(asked, is_sampler=entry.kind == "save_weights_for_sampler")
         case "load_model" | "load_weights":
-            return requests.load_call(asked)
+            return sdk.load_call(asked)
         case "save_weights_external":
             raise BadRequest("weights are not exported to other stores here: use save_weights_for_sampler.", "path")
     raise BadRequest(f"{entry.kind} is no request of a training client.")

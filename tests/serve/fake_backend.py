@@ -8,8 +8,7 @@ import numpy as np
 
 from penstock.conf.errors import DataError
 from penstock.serve.backend import DeadlyRequest, ModelFacts, RequestFailed, TrainerLost
-from penstock.workers.calls.sample_calls import SampledTokens, SampleOutput, TopTokens
-from penstock.workers.calls.training_calls import AdapterState, ForwardOutput
+from penstock.workers.protocols import AdapterState, ForwardOutput, SampledTokens, SampleOutput, TopTokens
 
 VOCABULARY = 16
 LAYER = "base_model.model.table.lora_"
@@ -152,7 +151,7 @@ class FakeBackend:
         self.dropped_samplers.append(sampler)
         self.samplers.pop(sampler, None)
 
-    async def sample(self, sampler, call):
+    async def sample(self, sampler, call, tenant):
         await asyncio.sleep(self._delay_s)
         weights = self.samplers[sampler] if sampler is not None else None
         logits = _BASE if weights is None else _BASE + (weights[NAMES[1]] @ weights[NAMES[0]]).T

@@ -11,9 +11,8 @@ from penstock.conf.serve import ServeConfig
 from penstock.serve import ranks, samples
 from penstock.serve.command import Server, ServerFailed
 from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.schedule import Schedule
 from penstock.serve.service import Service
-from penstock.serve.tenants import Tenants
+from penstock.serve.tenants import Schedule, Tenants
 from tests.serve.bad_disk import refusing
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import ScriptedClient, forward_body

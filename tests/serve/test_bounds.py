@@ -15,7 +15,7 @@ from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.network.listener import MAX_PENDING
 from penstock.orchestrator.run_directory.run_directory import to_yaml
 from penstock.serve.command import Server
-from penstock.workers.calls.training_calls import Datum
+from penstock.workers.protocols import Datum
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import forward_body
 from tests.serve.test_server import Client, sample_body, serve
@@ -172,9 +172,9 @@ def test_a_tenant_with_too_much_waiting_is_asked_to_come_again(tmp_path, bound):
     seen = {}
 
     class Held(FakeBackend):
-        async def sample(self, sampler, call):
+        async def sample(self, sampler, call, tenant):
             await seen["go"].wait()
-            return await super().sample(sampler, call)
+            return await super().sample(sampler, call, tenant)
 
     async def act(_, http):
         seen["go"] = asyncio.Event()
@@ -220,9 +220,9 @@ class Held(FakeBackend):
         super().__init__()
         self.may = asyncio.Event()
 
-    async def sample(self, sampler, call):
+    async def sample(self, sampler, call, tenant):
         await self.may.wait()
-        return await super().sample(sampler, call)
+        return await super().sample(sampler, call, tenant)
 
 
 def test_requests_that_waited_before_a_start_count_after_it(tmp_path):

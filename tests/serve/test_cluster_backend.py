@@ -15,15 +15,16 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.serve.actors import backend
+from penstock.serve import cluster_backend as backend
 from penstock.serve.backend import BackendFailed, DeadlyRequest, ModelFacts, RequestFailed, TrainerLost
-from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, Datum, ForwardOutput, LossCall
+from penstock.workers.protocols import AdamParams, AdapterSpec, Datum, ForwardOutput, LossCall
 from tests.virtual_time import run_virtually
 
 RANKS, ENGINES = ["Trainer-0", "Trainer-1"], ["Rollout-0", "Rollout-1"]
 LOSS = LossCall("cross_entropy")
 DATA = [Datum(np.zeros(2, np.int32), np.zeros(2, np.int64), {}) for _ in range(4)]
 START_S = 30.0
+STATE = SimpleNamespace(for_sampling=lambda: "state")
 
 
 class Actor:
@@ -217,7 +218,7 @@ def test_an_engine_whose_start_has_failed_is_started_again_while_another_serves(
 
     async def scenario():
         fleet.dying["sample"] = 1
-        assert await one.sample(None, Call(name="a")) == {"grad_norm": 1.0}
+        assert await one.sample(None, Call(name="a"), "alice") == {"grad_norm": 1.0}
         assert fleet.handle_of("Rollout-0") is None
         await asyncio.sleep(3 * START_S)
         assert fleet.handle_of("Rollout-0") is not None
@@ -230,13 +231,12 @@ def test_an_engine_has_what_was_published_while_it_started_and_nothing_else(made
     fleet, one = made
 
     async def scenario():
-        state = SimpleNamespace(for_sampling=lambda: "state")
-        await one.publish("old", state)
+        await one.publish("old", STATE)
         fleet.dying["sample"] = 1
-        await one.sample("old", Call(name="a"))
-        await one.publish("new", state)
+        await one.sample("old", Call(name="a"), "alice")
+        await one.publish("new", STATE)
         await asyncio.sleep(START_S - 1.5)  # the first is being brought to it
-        await asyncio.gather(one.publish("last", state), one.drop_sampler("old"))
+        await asyncio.gather(one.publish("last", STATE), one.drop_sampler("old"))
         await asyncio.sleep(START_S)
         engine = fleet.handle_of("Rollout-0")
         assert sorted(engine.samplers) == ["last", "new", "old"]
@@ -251,14 +251,14 @@ def test_an_engine_that_is_lost_beyond_the_budget_ends_the_server_by_name(made):
     async def scenario():
         running = asyncio.ensure_future(one.run())
         for _ in range(4):  # faults.max_restarts and one more
-            fleet.dying["add_adapter"] = 1
-            await one.publish("a", SimpleNamespace(for_sampling=lambda: "state"))
+            await one.publish("a", STATE)
+            fleet.dying["drop_adapter"] = 1
             await one.drop_sampler("a")
             await asyncio.sleep(3 * START_S)
         with pytest.raises(BackendFailed, match=r"Rollout-0 was lost again after faults\.max_restarts restarts"):
             await running
         with pytest.raises(BackendFailed, match="was lost again"):
-            await one.sample(None, Call(name="a"))
+            await one.sample(None, Call(name="a"), "alice")
 
     run_virtually(scenario())
 
@@ -270,7 +270,7 @@ def test_samples_wait_for_an_engine_and_hear_that_none_comes_back(made):
 
     async def scenario():
         running = asyncio.ensure_future(one.run())
-        waiting = asyncio.ensure_future(one.sample(None, Call(name="a")))
+        waiting = asyncio.ensure_future(one.sample(None, Call(name="a"), "alice"))
         with pytest.raises(BackendFailed, match=r"Rollout-\d cannot be started again.* no memory"):
             await waiting
         with pytest.raises(BackendFailed, match="no memory"):
@@ -285,10 +285,90 @@ def test_a_sample_that_ends_engines_is_given_up_and_those_beside_it_are_drawn(ma
 
     async def scenario():
         for _ in range(4):  # more losses than two engines have restarts
-            others = [asyncio.ensure_future(one.sample(None, Call(name="good"))) for _ in range(4)]
+            others = [asyncio.ensure_future(one.sample(None, Call(name="good"), "bob")) for _ in range(4)]
             with pytest.raises(DeadlyRequest, match="engines were lost 3 times while a request of this key"):
-                await one.sample(None, Call(name="deadly"))
+                await one.sample(None, Call(name="deadly"), "alice")
             assert await asyncio.gather(*others) == [{"grad_norm": 1.0}] * 4
         assert one.num_lost == 12
+
+    run(one, scenario)
+
+
+def test_samples_of_one_tenant_that_each_end_an_engine_are_charged_to_it_alone(made):
+    fleet, one = made
+
+    async def scenario():
+        refusals = []
+        for number in range(40):  # each is drawn at its second try
+            await asyncio.gather(*(one.sample(None, Call(name="good"), "bob") for _ in range(4)))
+            fleet.dying[f"deadly-{number}"] = 1
+            try:
+                await one.sample(None, Call(name=f"deadly-{number}"), "alice")
+            except DeadlyRequest as error:
+                refusals.append(str(error))
+            await asyncio.sleep(3)
+        assert any("requests of this key alone were at work" in text for text in refusals)
+        assert await one.sample(None, Call(name="good"), "bob") == {"grad_norm": 1.0}
+
+    run(one, scenario)
+
+
+def test_tenants_that_lost_an_engine_together_share_none_for_a_while_and_both_sample_on(made):
+    fleet, one = made
+    shared = []
+
+    async def scenario():
+        fleet.dying["deadly"] = 1
+        work = [asyncio.ensure_future(one.sample(None, Call(name="good"), "bob")) for _ in range(4)]
+        await asyncio.sleep(0)
+        await one.sample(None, Call(name="deadly"), "alice")
+        await asyncio.gather(*work)
+        await asyncio.sleep(3 * START_S)
+        work = [asyncio.ensure_future(one.sample(None, Call(name="good"), name)) for name in ("alice", "bob") * 8]
+        while not all(task.done() for task in work):
+            shared.extend(users for users in one._at_work.values() if len(users) > 1)
+            await asyncio.sleep(0.1)
+        assert [task.result() for task in work] == [{"grad_norm": 1.0}] * 16
+
+    run(one, scenario)
+    assert not shared
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3, 1000])
+def test_an_adapter_whose_loading_ends_engines_is_given_up_and_the_engines_come_back(made, deaths):
+    fleet, one = made
+
+    async def scenario():
+        running = asyncio.ensure_future(one.run())
+        await one.publish("good", STATE)
+        for number in range(3):
+            name = f"bad-{number}"
+            fleet.dying[name] = deaths
+            await one.publish(name, STATE)
+            await asyncio.sleep(3 * START_S)
+            fleet.dying[name] = 0
+            if deaths > 2:  # two engines, and each again while it starts
+                with pytest.raises(DeadlyRequest, match="while they loaded weights of this key"):
+                    await one.sample(name, Call(name="a"), "alice")
+            assert await one.sample("good", Call(name="a"), "bob") == {"grad_norm": 1.0}
+            await one.drop_sampler(name)
+        assert not running.done()
+        assert len(fleet.role("rollout")) == 2
+
+    run_virtually(scenario())
+
+
+def test_an_adapter_that_engines_refuse_is_not_brought_to_the_next_ones(made):
+    fleet, one = made
+
+    async def scenario():
+        fleet.failing = "add_adapter"
+        with pytest.raises(WorkerFailed):
+            await one.publish("bad", STATE)
+        fleet.failing = ""
+        fleet.dying["sample"] = 1
+        await one.sample(None, Call(name="a"), "alice")
+        await asyncio.sleep(3 * START_S)
+        assert all("bad" not in handle.samplers for _, handle in fleet.role("rollout"))
 
     run(one, scenario)

@@ -20,7 +20,7 @@ def test_an_end_waits_for_nothing_that_hangs(tmp_path):
         async def called(self, what, act):
             return await (asyncio.Event().wait() if what[0] == "forward" else super().called(what, act))
 
-        async def sample(self, sampler, call):
+        async def sample(self, sampler, call, tenant):
             await asyncio.Event().wait()
 
     async def scenario():

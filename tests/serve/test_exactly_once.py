@@ -16,7 +16,7 @@ from penstock.conf.serve import ServeConfig
 from penstock.serve import ranks
 from penstock.serve.checkpoints import Address, Checkpoints
 from penstock.serve.training_client import seed_of_client
-from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, Datum, LossCall
+from penstock.workers.protocols import AdamParams, AdapterSpec, Datum, LossCall
 from tests.amounts import amount
 from tests.serve.bad_disk import refusing
 from tests.serve.fake_backend import FakeBackend

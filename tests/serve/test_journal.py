@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.serve.journal import Journal, JournalDamaged, JournalError, RecordDropped
 from penstock.serve.request_log import Asked, RequestLog
-from penstock.serve.wire.results import failure, plain
+from penstock.serve.sdk_messages import failure, plain
 from tests.amounts import amount
 
 

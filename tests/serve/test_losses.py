@@ -56,10 +56,10 @@ def test_who_loses_ranks_again_and_again_is_refused_for_a_while(tmp_path, monkey
 
 def test_whose_sample_ends_engines_is_refused_and_the_others_sample_on(tmp_path):
     class Backend(FakeBackend):
-        async def sample(self, sampler, call):
+        async def sample(self, sampler, call, tenant):
             if call.num_samples == 7:
                 raise DeadlyRequest("engines were lost 3 times while a request of this key was at work")
-            return await super().sample(sampler, call)
+            return await super().sample(sampler, call, tenant)
 
     async def act(_, http):
         alice, bob = Client(http, "tml-alice"), Client(http, "tml-bob")
@@ -85,7 +85,7 @@ def test_what_cannot_be_brought_back_ends_the_server_and_the_next_goes_on(tmp_pa
         async def bring_back(self, tenant, failure):
             raise BackendFailed("Trainer-0 cannot be started again: no memory")
 
-        async def sample(self, sampler, call):
+        async def sample(self, sampler, call, tenant):
             raise BackendFailed("Rollout-0 cannot be started again: no memory")
 
     async def first():

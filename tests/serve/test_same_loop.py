@@ -10,8 +10,8 @@ import pytest
 import penstock
 from penstock.conf.errors import DataError
 from penstock.orchestrator.loops.verbs import LoopPolicy
-from penstock.workers.calls.sample_calls import SampledTokens
 from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.protocols import SampledTokens
 from tests.orchestrator.conftest import SMALL_MODEL
 from tests.serve.served import KEY, served
 

@@ -16,7 +16,7 @@ from penstock.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheck
 from penstock.serve.command import Server
 from penstock.serve.service import Service
 from penstock.serve.tenants import Tenants
-from penstock.workers.calls.training_calls import AdapterSpec
+from penstock.workers.protocols import AdapterSpec
 from tests.power_cuts import recorded
 from tests.serve.fake_backend import NAMES, Adapter, FakeBackend
 from tests.serve.scripted_client import forward_body
@@ -30,9 +30,9 @@ class Watched(FakeBackend):
         super().__init__()
         self.drawn_from = []
 
-    async def sample(self, sampler, call):
+    async def sample(self, sampler, call, tenant):
         self.drawn_from.append(float(np.abs(self.samplers[sampler][NAMES[1]]).sum()))
-        return await super().sample(sampler, call)
+        return await super().sample(sampler, call, tenant)
 
 
 class Loop:
@@ -178,7 +178,7 @@ def state(size):
 
 def test_an_archive_names_its_own_files(tmp_path):
     saves = Checkpoints(tmp_path)
-    address = saves.save(facts(3), state(2), overwrite=False).address
+    address = saves.save(facts(3), state(2), overwrite=False)
     with tarfile.open(fileobj=io.BytesIO(b"".join(saves.archive(address)))) as archive:
         told = json.loads(archive.extractfile("checkpoint.json").read())
         assert told["file"] in archive.getnames()
@@ -188,7 +188,7 @@ def test_a_save_that_is_repeated_keeps_the_bits_that_clients_may_know(tmp_path):
     saves = Checkpoints(tmp_path)
     first = saves.save(facts(3), state(2), overwrite=False)
     assert saves.save(facts(3), state(3), overwrite=False) == first
-    assert read_spec(saves.file(first.address)).rank == 2
+    assert read_spec(saves.file(first)).rank == 2
     with pytest.raises(DataError, match="overwrite=True"):
         saves.save(facts(4), state(2), overwrite=False)
 
@@ -200,14 +200,14 @@ def test_a_save_that_dies_between_state_and_facts_leaves_the_one_before(tmp_path
         patch.setattr(checkpoints, "write_whole", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             saves.save(facts(4), state(3), overwrite=True)
-    assert (saves.get(before.address), read_spec(saves.file(before.address)).rank) == (before, 2)
+    assert (saves.get(before), read_spec(saves.file(before)).rank) == (before, 2)
     assert saves.save(facts(4), state(4), overwrite=True).seq == 4
-    assert read_spec(saves.file(before.address)).rank == 4
+    assert read_spec(saves.file(before)).rank == 4
 
 
 def test_checkpoints_of_the_version_before_are_read_overwritten_and_deleted(tmp_path):
     saves = Checkpoints(tmp_path)
-    address = saves.save(facts(3), state(2), overwrite=False).address
+    address = saves.save(facts(3), state(2), overwrite=False)
     folder = tmp_path / "run" / "weights" / "name"
     (folder / "state-3.safetensors").rename(folder / "state.safetensors")
     told = json.loads((folder / "checkpoint.json").read_text())

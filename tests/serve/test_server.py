@@ -14,8 +14,8 @@ from penstock.conf.serve import ServeConfig, TenantConfig
 from penstock.metering.table import METRICS
 from penstock.serve import samples, service
 from penstock.serve.command import Server
-from penstock.serve.wire.messages import PROTOBUF, messages
-from penstock.workers.calls.training_calls import WHOLE
+from penstock.serve.sdk_messages import PROTOBUF, messages
+from penstock.workers.protocols import WHOLE
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import forward_body
 
@@ -388,12 +388,12 @@ def test_samples_are_cancelled_under_way_or_waiting_and_stay_so(tmp_path):
     config, seen = ServeConfig(port=0, poll_s=0.5, max_sampling=1), {}
 
     class Held(FakeBackend):
-        async def sample(self, sampler, call):
+        async def sample(self, sampler, call, tenant):
             seen.setdefault("asked", []).append(call.num_samples)
             if call.num_samples == 2:
                 seen["is_drawing"].set()
                 await asyncio.Event().wait()
-            return await super().sample(sampler, call)
+            return await super().sample(sampler, call, tenant)
 
     async def act(_, http):
         client, seen["is_drawing"] = Client(http), asyncio.Event()

@@ -5,10 +5,8 @@ import tracemalloc
 
 import pytest
 
-from penstock.serve.wire.bodies import Body, TooLarge, read
-from penstock.serve.wire.messages import PROTOBUF, messages
-from penstock.serve.wire.requests import numbered
-from penstock.workers.gateway.http.errors import BadRequest
+from penstock.serve.sdk_messages import PROTOBUF, Body, TooLarge, messages, numbered, read
+from penstock.workers.agents.gateway.client_errors import BadRequest
 
 LISTS = 2**20 // 3 * b"[],"
 

@@ -12,21 +12,33 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
 from penstock.orchestrator.loops.verbs import seed_of
-from penstock.serve.wire.bodies import Body, TooLarge, read
-from penstock.serve.wire.messages import PROTOBUF, unpacked
-from penstock.serve.wire.requests import (
+from penstock.serve.sdk_messages import (
+    PROTOBUF,
+    Body,
     SampleRequest,
+    TooLarge,
     adapter_spec,
+    forward_answer,
     forward_call,
     numbered,
     optim_call,
+    read,
+    sample_answer,
     sample_request,
+    unpacked,
 )
-from penstock.serve.wire.results import forward_answer, sample_answer
-from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
-from penstock.workers.calls.training_calls import WHOLE, AdamParams, AdapterSpec, ForwardOutput
-from penstock.workers.gateway.http.errors import BadRequest
-from penstock.workers.protocols import Sampling
+from penstock.workers.agents.gateway.client_errors import BadRequest
+from penstock.workers.protocols import (
+    WHOLE,
+    AdamParams,
+    AdapterSpec,
+    ForwardOutput,
+    SampleCall,
+    SampledTokens,
+    SampleOutput,
+    Sampling,
+    TopTokens,
+)
 from tests.amounts import amount
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5)

@@ -1,1 +1,0 @@
-"""Ranks and engines on a Ray cluster, as the server's `Backend`. Begin with `backend.py`."""

@@ -1,1 +1,0 @@
-"""The paths of the server: each is a function from an `Exchange` to a response."""

@@ -1,1 +1,0 @@
-"""What the Tinker SDK sends and reads, and plain data: requests are decoded here, results encoded. Pure."""
