@@ -23,11 +23,11 @@ import torch
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS, field_of
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
-from penstock.workers.lifecycle.progress import Phases
 from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.runtime.serving import Phases
 from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.models.pictures import Sight, tower_of
+from penstock.workers.trainer.models.vision import PictureCache, vision_tower
 from penstock.workers.trainer.preparation import Preparation, Replay
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
@@ -78,10 +78,10 @@ class ScorerParts:
 
     trainer: PolicyTrainer
     worker: ScorerWorker
-    guest: "Guest"
+    guest: "OffloadableScorer"
 
 
-class Guest:
+class OffloadableScorer:
     """A scorer on a device that others need in turns: it makes room when told to, unless it computes, and comes back by
     itself when it has to compute.
 
@@ -128,7 +128,7 @@ def assemble_trainer(
     try:
         if ROUTED_EXPERTS in spec.columns:
             trainer.replay_experts()
-        _give_sight(trainer, spec)
+        _attach_vision(trainer, spec)
         trainer.check_scores()
         trainer.try_export()
     except BaseException:
@@ -167,9 +167,9 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     """Assemble a rank that only computes; arguments and errors as for `assemble_trainer`."""
     options = _options(spec) | {"rows_alone": spec.rows_alone, "trainable": False}
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
-    _give_sight(trainer, spec)
+    _attach_vision(trainer, spec)
     trainer.check_scores()
-    guest = Guest(trainer)
+    guest = OffloadableScorer(trainer)
     compute = guest.computes(partial(_scored, trainer, spec))
     worker = ScorerWorker(compute, spec.stage, trainer.ranks, phases=phases)
     return ScorerParts(trainer, worker, guest)
@@ -203,12 +203,12 @@ def _scored_all(trainer: PolicyTrainer, spec: ScorerSpec, rows: Rows) -> dict[st
 
 def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int, float]:
     """Seconds of an update for a token, by number of threads. Collective; changes nothing that is trained."""
-    rows = _rows(trainer.max_length or NUM_TOKENS + 1)
+    rows = _trial_rows(trainer.max_length or NUM_TOKENS + 1)
     num_tokens = int(rows.lengths("response_ids").sum()) + len(rows)
     found = {}
     for count in counts:
         use_threads(count)
-        found[count] = FORWARDS * min(_seconds(trainer, rows) for _ in range(NUM_TRIES)) / num_tokens
+        found[count] = FORWARDS * min(_forward_seconds(trainer, rows) for _ in range(NUM_TRIES)) / num_tokens
     return found
 
 
@@ -233,7 +233,7 @@ def _critic(spec: TrainerSpec, address: str | None) -> CriticTrainer | None:
         return None
     config = replace(spec.config, optimizer=spec.config.critic_optimizer)
     critic = CriticTrainer(config, spec.model_path, _ranks(spec, address), **_options(spec))
-    _give_sight(critic, spec)
+    _attach_vision(critic, spec)
     return critic
 
 
@@ -252,21 +252,21 @@ def _options(spec: RankSpec) -> dict[str, Any]:
     return {"temperature": spec.temperature, "attention": spec.attention, "engine_dtype": spec.engine_dtype}
 
 
-def _seconds(trainer: PolicyTrainer, rows: Rows) -> float:
+def _forward_seconds(trainer: PolicyTrainer, rows: Rows) -> float:
     started = time.perf_counter()
     trainer.logprobs(rows)
     return time.perf_counter() - started
 
 
-def _rows(max_length: int) -> Rows:
+def _trial_rows(max_length: int) -> Rows:
     """Rows for the trial. They consist of token 0, which every model has."""
     response = [0] * min(NUM_TOKENS, max_length - 1)
     return Rows.from_lists({"prompt_ids": [[0]] * NUM_ROWS, "response_ids": [response] * NUM_ROWS})
 
 
-def _give_sight(trainer: PolicyTrainer | ScalarTrainer, spec: RankSpec) -> None:
-    """Give a trainer whose model sees the model's own processor. Raises `ConfigError`, also for a model of text in a
-    run with pictures."""
-    if spec.picture_digest is not None or tower_of(trainer.model.lm):
+def _attach_vision(trainer: PolicyTrainer | ScalarTrainer, spec: RankSpec) -> None:
+    """Have a trainer of a vision model read pictures. Raises `ConfigError`, also for a model of text in a run with
+    pictures."""
+    if spec.picture_digest is not None or vision_tower(trainer.model.lm):
         processor = PictureProcessor.of(trainer.model_path, spec.picture_digest)
-        trainer.see(Sight(processor, trainer.model.lm.config))
+        trainer.attach_vision(PictureCache(processor, trainer.model.lm.config))

@@ -21,8 +21,8 @@ from torch import Tensor
 from penstock.algorithms.losses.summed import CLIP_HIGH, CLIP_LOW, INPUTS, check_inputs, inputs_of, summed_loss
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.calls.training_calls import Datum, ForwardOutput, LossCall
-from penstock.workers.pictures.placeholders import NO_PICTURES
+from penstock.workers.pictures.prompt_pictures import NO_PICTURES
+from penstock.workers.protocols import Datum, ForwardOutput, LossCall
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """The model's bounds."""
 
     max_length: int | None
@@ -55,7 +55,7 @@ class DatumTrainer(PolicyTrainer):
         since the last step. `loss` None: scores alone. Metrics are those of all ranks' data: `loss`. Collective. Raises
         `DataError` on all ranks alike, having changed nothing."""
         formula = _no_loss if loss is None else summed_loss(loss.name, loss.config)
-        rows = self._agreed(lambda: rows_of(data, loss, self._limits))
+        rows = self._all_or_none(lambda: rows_of(data, loss, self._limits))
         inputs = LossArguments.of(formula, rows.names)
         with self._phase("agreement on micro-batches"):
             minibatches = self._batcher.minibatches(rows, inputs, 1)
@@ -85,9 +85,9 @@ class DatumTrainer(PolicyTrainer):
         return ForwardOutput(shaped(found, data), metrics)
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> ModelLimits:
         lm = self.model.lm
-        return Limits(
+        return ModelLimits(
             self.max_length, lm.get_input_embeddings().num_embeddings, lm.get_output_embeddings().out_features
         )
 
@@ -98,7 +98,7 @@ class DatumTrainer(PolicyTrainer):
                 share(batch)
         self.engine.free()
 
-    def _agreed(self, make: Callable[[], T]) -> T:
+    def _all_or_none(self, make: Callable[[], T]) -> T:
         """Return what `make` returns on this rank. Where it raises `DataError` on any, all ranks do: none is left
         waiting for another."""
         made, failure = None, None
@@ -118,7 +118,7 @@ def _no_loss(logprobs: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]
     return logprobs.sum() * 0.0, {}
 
 
-def rows_of(data: Sequence[Datum], loss: LossCall | None, limits: Limits) -> Rows:
+def rows_of(data: Sequence[Datum], loss: LossCall | None, limits: ModelLimits) -> Rows:
     """Rows of the data, in their order, each a group of its own: what `collate` and a summed loss read. `loss` None:
     inputs are not looked at. Raises `DataError` for a datum that does not fit the model or the loss."""
     for number, datum in enumerate(data):
@@ -150,7 +150,7 @@ def shaped(values: Sequence[np.ndarray], data: Sequence[Datum]) -> list[np.ndarr
     return [array.reshape(datum.targets.shape) for array, datum in zip(values, data, strict=True)]
 
 
-def _check(number: int, datum: Datum, loss: LossCall | None, limits: Limits) -> None:
+def _check(number: int, datum: Datum, loss: LossCall | None, limits: ModelLimits) -> None:
     tokens, targets = datum.token_ids, datum.targets
     if tokens.ndim != 1 or not len(tokens):
         raise DataError(f"datum {number}: token ids of shape {list(tokens.shape)}. Give at least one, in one dim.")

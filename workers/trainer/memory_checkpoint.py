@@ -33,16 +33,16 @@ import xxhash
 from torch import Tensor
 
 from penstock.conf.errors import DataflowError, DeadlineExceeded, MemoryCheckpointError, PartnerGone
-from penstock.workers.trainer.memory_slots import BLOCK_BYTES, Block, Header, Part, Slots, reserve_slots
+from penstock.workers.trainer.memory_slots import BLOCK_BYTES, Block, Header, PieceInfo, Slots, reserve_slots
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.device_copies import DeviceCopies, stream_beside
-from penstock.workers.weights.publication.device_copies import Part as BufferedPart
+from penstock.workers.weights.publication.publication import DeviceCopies, stream_beside
+from penstock.workers.weights.publication.publication import Part as BufferedPart
 from penstock.workers.weights.publication.layout import TensorPlace
 from penstock.workers.weights.publication.publication import copy_and_sum, needs_buffers
-from penstock.workers.weights.publication.reused_files import POPULATE_READ, WritableMappings, populate
+from penstock.workers.weights.publication.publication_files import POPULATE_READ, WritableMappings, populate
 
 ADVICE = "Go on from the last checkpoint (resume=auto)."
 PUBLICATIONS = 3
@@ -50,7 +50,7 @@ PUBLICATIONS = 3
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class PendingCopy:
     """A copy that has begun."""
 
     step: int
@@ -76,9 +76,9 @@ class MemoryCheckpoint:
         """Bytes that must stay free in shared memory beside the copies; known with the first copy."""
         self._is_off = False
         """True once no copies are made any more."""
-        self._last: UnderWay | None = None
+        self._last: PendingCopy | None = None
         for one in state.trainers.values():
-            one.before_weights_go.append(self.wait_until_copied)
+            one.before_weights_change.append(self.wait_until_copied)
 
     def save(self, step: int) -> str | None:
         """Copy the state after step `step`: when this returns, the copy is there, and so are those of the ranks that
@@ -96,7 +96,7 @@ class MemoryCheckpoint:
         """Begin to copy the state after step `step`, in a thread. Collective the first time. What it fails with is for
         `finish` to raise."""
         self.wait_until_copied()
-        last = self._last = UnderWay(step)
+        last = self._last = PendingCopy(step)
         try:
             copy = None if self._is_off else self._prepared(step)
         except PartnerGone as error:
@@ -140,28 +140,28 @@ class MemoryCheckpoint:
         """Go on from the copies of a step. As many ranks of the same engine must have made them, and each has its own
         on its node. Collective. Raises `MemoryCheckpointError` on all ranks alike, having changed nothing."""
         self.wait_until_copied()
-        targets = self._state.targets()
+        targets = self._state.load_targets()
         with phase(f"restoring the state after step {step}", self._ranks):
             carried = restore(self.slots, step, targets.pieces, self._ranks)
-            self._state.take(targets, carried)
+            self._state.finish_load(targets, carried)
 
     def give_up(self) -> None:
         """Make no more copies, and give the memory back."""
         self._is_off = True
-        self._let_go()
+        self._release()
         self.slots.remove()
 
     def close(self) -> None:
         """Stop making copies, once the one under way is there; those that are there stay."""
         if self._last is not None:
             wait([self._last.problem], self._ranks.timeout.total_seconds())
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._threads.shutdown()
         self._mappings.close()
 
-    def _wait(self, last: UnderWay) -> None:
+    def _wait(self, last: PendingCopy) -> None:
         timeout_s = self._ranks.timeout.total_seconds()
         if wait([last.problem], timeout_s).not_done:
             raise DeadlineExceeded(
@@ -286,7 +286,7 @@ def restore(slots: Slots, step: int, pieces: Sequence[Piece], ranks: Ranks) -> s
     copy, fault = None, None
     try:
         copy = RankCopy.open(slots, step)
-        if found := copy.fault(pieces, ranks.num_ranks):
+        if found := copy.mismatch(pieces, ranks.num_ranks):
             fault = f"{slots.directory}: the copy of step {step} {found}. {ADVICE}"
     except (OSError, MemoryCheckpointError) as error:
         fault = str(error)
@@ -306,7 +306,7 @@ def restore(slots: Slots, step: int, pieces: Sequence[Piece], ranks: Ranks) -> s
 
 
 class RankCopy:
-    """A rank's copy of a step, mapped. Lifecycle: `open`, `fault`, `read`."""
+    """A rank's copy of a step, mapped. Lifecycle: `open`, `mismatch`, `read`."""
 
     def __init__(self, header: Header, memory: mmap.mmap) -> None:
         self.header, self._memory = header, memory
@@ -323,7 +323,7 @@ class RankCopy:
         with slots.data(slot).open("rb") as file:
             return cls(header, mmap.mmap(file.fileno(), header.num_bytes, access=mmap.ACCESS_COPY))
 
-    def fault(self, pieces: Sequence[Piece], num_ranks: int) -> str | None:
+    def mismatch(self, pieces: Sequence[Piece], num_ranks: int) -> str | None:
         """The reason why the copy is not these pieces' state, as half a sentence; None: it is, to the last bit."""
         if self.header.num_ranks != num_ranks:
             return f"is of a trainer of {self.header.num_ranks} ranks, and this one has {num_ranks}"
@@ -354,10 +354,10 @@ class RankCopy:
             start += len(target)
 
 
-def parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
+def parts_of(pieces: Iterable[Piece]) -> tuple[PieceInfo, ...]:
     """A part for each piece."""
     return tuple(
-        Part(
+        PieceInfo(
             piece.name,
             str(piece.values.dtype).removeprefix("torch."),
             tuple(piece.shape),
@@ -368,7 +368,7 @@ def parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
     )
 
 
-def difference(wanted: Sequence[Part], found: Sequence[Part]) -> str | None:
+def difference(wanted: Sequence[PieceInfo], found: Sequence[PieceInfo]) -> str | None:
     """The place where a copy has other pieces than a trainer, as half a sentence; None: they are the same."""
     by_name = {part.name: part for part in found}
     for part in wanted:
@@ -381,7 +381,7 @@ def difference(wanted: Sequence[Part], found: Sequence[Part]) -> str | None:
     return None
 
 
-def _described(part: Part | None) -> str:
+def _described(part: PieceInfo | None) -> str:
     if part is None:
         return "nothing"
     return f"{list(part.extents)} of {list(part.shape)} from element {part.first:,} on, {part.dtype}"

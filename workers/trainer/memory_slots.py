@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from penstock.workers.machine.local_files import Shortage, reserve, write_whole
+from penstock.workers.runtime.local_files import Shortage, reserve, write_whole
 
 BLOCK_BYTES = 16 * 2**20
 """Largest number of bytes that one checksum is for."""
@@ -39,7 +39,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     checksum: str
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
     """Elements that the rank has of one tensor."""
 
     name: str
@@ -64,7 +64,7 @@ class Header(msgspec.Struct, frozen=True):
     num_bytes: int
     leave_bytes: int
     """Bytes that must stay free in the shared memory of a node that takes such copies."""
-    parts: tuple[Part, ...]
+    parts: tuple[PieceInfo, ...]
     """Parts in the order of the file."""
     blocks: tuple[Block, ...]
     carried: str
@@ -142,12 +142,12 @@ class Slots:
         return header if header is not None and (header.rank, header.num_bytes) == (self.rank, size) else None
 
 
-def steps_there(root: str | Path, rank: int) -> list[int]:
+def complete_steps(root: str | Path, rank: int) -> list[int]:
     """Steps whose complete copies this node has of a rank."""
     return sorted(Slots(root, rank).copies())
 
 
-def ranks_there(root: str | Path) -> list[int]:
+def copied_ranks(root: str | Path) -> list[int]:
     """Ranks of which this node has had copies."""
     names = (path.name.removeprefix("rank-") for path in Path(root).glob("rank-*"))
     return sorted(int(name) for name in names if name.isdecimal())
@@ -155,7 +155,7 @@ def ranks_there(root: str | Path) -> list[int]:
 
 def keep_only(root: str | Path, ranks: Collection[int], up_to: int) -> None:
     """Remove copies of other ranks, or of later steps."""
-    for rank in ranks_there(root):
+    for rank in copied_ranks(root):
         if rank in ranks:
             Slots(root, rank).drop(after=up_to)
         else:
@@ -169,7 +169,7 @@ def reserve_slots(slots: Slots, num_bytes: int, leave_bytes: int, save_bytes: in
     for directory in (slots.root, slots.directory):  # where the run's own is gone nobody would remove a new one
         directory.mkdir(exist_ok=True)
     with _alone(slots.root):
-        saves = len(ranks_there(slots.root)) * save_bytes
+        saves = len(copied_ranks(slots.root)) * save_bytes
         short = _reserve(slots, num_bytes, leave_bytes, saves)
     if short is None:
         return None

@@ -34,7 +34,7 @@ from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.trainer import ReplayConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.compute.compute_worker import ComputeWorker
+from penstock.workers.compute import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
 from penstock.workers.trainer.checkpointing.plain_data import states_from_text, states_to_text
 from penstock.workers.trainer.token_recorder import PLACES, with_places
@@ -56,7 +56,7 @@ class Critic(Protocol):
     def update(self, rows: Rows, loss: Loss) -> UpdateReport: ...
 
 
-class Carrier(Protocol):
+class Stateful(Protocol):
     """The interface of whoever carries something from step to step."""
 
     state: Any
@@ -67,7 +67,7 @@ RARITY = "replay_rarity"
 
 
 class Replay:
-    """Lifecycle: `again` once a step, on every rank."""
+    """Lifecycle: `exchange` once a step, on every rank."""
 
     def __init__(
         self,
@@ -84,15 +84,18 @@ class Replay:
         self._kept: Rows | None = None
         """The rows with a column `RARITY`."""
 
-    def again(self, rows: Rows, version: int) -> tuple[Rows | None, dict[str, float]]:
+    def exchange(self, rows: Rows, version: int) -> tuple[Rows | None, dict[str, float]]:
         """Return this rank's part of the rows that are trained again, None for none, and metrics; keep the rare rows of
         this step for later ones. `rows`: of the step, with all of their columns. `version`: of the policy that is about
         to be updated. Collective, also for a rank without rows."""
-        kept = self._young(version)
-        self._kept = self._rarest(rows, kept)
+        kept = self._fresh_enough(version)
+        self._kept = self._with_new_rows(rows, kept)
         if kept is None or not len(kept):
             return None, {"replay/rows": 0.0, "replay/staleness_max": 0.0}
-        metrics = {"replay/rows": float(len(kept)), "replay/staleness_max": float(version - _oldest(kept).min())}
+        metrics = {
+            "replay/rows": float(len(kept)),
+            "replay/staleness_max": float(version - _oldest_versions(kept).min()),
+        }
         mine = kept.select(range(self._rank, len(kept), self._num_ranks)).without(RARITY)
         return (with_places(mine) if PLACES in rows else mine) if len(mine) else None, metrics
 
@@ -109,15 +112,15 @@ class Replay:
             row_ids, group_ids = state["ids"]
             self._kept = Rows.from_bytes(row_ids, group_ids, state["columns"])
 
-    def _young(self, version: int) -> Rows | None:
+    def _fresh_enough(self, version: int) -> Rows | None:
         """The kept rows of which no token is too stale for a version."""
         if self._kept is None:
             return None
-        return self._kept.select(np.flatnonzero(version - _oldest(self._kept) <= self._max_staleness))
+        return self._kept.select(np.flatnonzero(version - _oldest_versions(self._kept) <= self._max_staleness))
 
-    def _rarest(self, rows: Rows, kept: Rows | None) -> Rows | None:
+    def _with_new_rows(self, rows: Rows, kept: Rows | None) -> Rows | None:
         """The rarest of the rows that are kept and of those of this step. Collective."""
-        reward_N, group_ids_N, row_ids_N = self._of_all(rows)
+        reward_N, group_ids_N, row_ids_N = self._gather_rewards(rows)
         rarity_N = rarities(reward_N, group_ids_N)
         rare = np.flatnonzero(rarity_N <= self._config.rare)
         most = int(self._config.share * len(row_ids_N))
@@ -131,7 +134,7 @@ class Replay:
         together = Rows.concat([part for part in parts if part is not None and len(part)])
         return together.select(rarest(together.values(RARITY), together.row_ids, most))
 
-    def _of_all(self, rows: Rows) -> tuple[np.ndarray, ...]:
+    def _gather_rewards(self, rows: Rows) -> tuple[np.ndarray, ...]:
         """Rewards, group ids and row ids of the step's rows that have a token, of all ranks. Collective."""
         values = None
         if len(rows):
@@ -162,7 +165,7 @@ def rarest(rarity_N: np.ndarray, row_ids_N: np.ndarray, most: int) -> np.ndarray
     return chosen[np.argsort(row_ids_N[chosen])]
 
 
-def _oldest(rows: Rows) -> np.ndarray:
+def _oldest_versions(rows: Rows) -> np.ndarray:
     """The version of each row's oldest token, `[N]` int64."""
     return np.array([versions.min() for versions in rows.arrays("token_versions")], np.int64)
 
@@ -197,7 +200,7 @@ class Preparation:
         self.workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
         self._gather = gather
         self._critic, self._replay = critic, replay
-        self._carriers: dict[str, Carrier] = {**self.workers}
+        self._carriers: dict[str, Stateful] = {**self.workers}
         if replay is not None:
             self._starts[REPLAY], self._carriers[REPLAY] = replay.state, replay
 
@@ -233,7 +236,7 @@ class Preparation:
                 assert stage.function is not None
                 metrics |= with_explained_variance(self._critic.update(rows, stage.function).metrics, CRITIC)
         if self._replay is not None:
-            again, found = self._replay.again(rows, version)
+            again, found = self._replay.exchange(rows, version)
             metrics |= found
             if again is not None:
                 for stage in self._stages:
@@ -245,7 +248,7 @@ class Preparation:
         return rows, metrics
 
     def _computed(self, worker: ComputeWorker, rows: Rows) -> Rows:
-        everybody = [part for part in self._gather(_only(rows, worker.stage.reads)) if len(part)]
+        everybody = [part for part in self._gather(_select_columns(rows, worker.stage.reads)) if len(part)]
         if not everybody:
             return rows
         together = Rows.concat(everybody) if len(everybody) > 1 else everybody[0]
@@ -263,5 +266,5 @@ def _with_ages(rows: Rows, stage: Stage, version: int) -> Rows:
     return rows.with_column(stage.writes[0].name, ages)
 
 
-def _only(rows: Rows, names: Sequence[str]) -> Rows:
+def _select_columns(rows: Rows, names: Sequence[str]) -> Rows:
     return Rows(rows.row_ids, rows.group_ids, rows.table().select(list(names)))

@@ -46,20 +46,20 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from penstock.conf.errors import DeadlineExceeded, ModelError, NotStarted, WeightError
 from penstock.store.data import durable
-from penstock.workers.machine.local_files import FreeSpace, part_of, write_whole
 from penstock.workers.models.model_files import CONFIG, INDEX, SINGLE, copy_texts, remove_weights, shard_name
 from penstock.workers.protocols import Publication
+from penstock.workers.runtime.local_files import FreeSpace, part_of, write_whole
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
-from penstock.workers.trainer.models.pictures import tower_of
+from penstock.workers.trainer.models.vision import vision_tower
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan
-from penstock.workers.weights.chain.reports import Reporter
+from penstock.workers.weights.chain.relay import Reporter
 from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
-from penstock.workers.weights.publication.device_copies import stream_beside
+from penstock.workers.weights.publication.publication import stream_beside
 from penstock.workers.weights.publication.layout import DTYPE_BYTES, NO_OUTLET, Layout, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, needs_buffers, seal
-from penstock.workers.weights.publication.reused_files import publication_directory
+from penstock.workers.weights.publication.publication_files import publication_directory
 
 ADVICE = "Make room, or make the model of a checkpoint elsewhere: penstock export CHECKPOINT DIRECTORY."
 ADAPTER_FOLDER = "adapter"
@@ -111,18 +111,18 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     target, ranks = Path(directory), engine.ranks
     tensors = spans_by_tensor(engine.pieces(), dtype, ranks.gather_ranks)
     plan = plan_files({each.name: (each.shape, each.dtype) for each in tensors}, ranks.num_ranks)
-    with _named(target, ranks.rank, plan):
+    with _write_errors(target, ranks.rank, plan):
         target.mkdir(parents=True, exist_ok=True)
         written = _write_own(engine, plan, [each.spans for each in tensors], target)
     ranks.barrier()
-    with _named(target, ranks.rank, plan):
+    with _write_errors(target, ranks.rank, plan):
         remove_weights(target)
     ranks.barrier()
-    with _named(target, ranks.rank, plan):
+    with _write_errors(target, ranks.rank, plan):
         for name in written:
             durable.rename(part_of(target / name), target / name)
     ranks.barrier()
-    with _named(target, ranks.rank, plan, "config, tokenizer, index or adapter"):
+    with _write_errors(target, ranks.rank, plan, "config, tokenizer, index or adapter"):
         if ranks.rank == 0:
             if len(plan.names) > 1:
                 write_whole(target / INDEX, index := plan.index())
@@ -134,7 +134,7 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
 
 
 @contextlib.contextmanager
-def _named(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> Iterator[None]:
+def _write_errors(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> Iterator[None]:
     """Raise `WeightError` for what cannot be written in the block, by default the rank's weights. Nothing of it stays,
     since it may be what has filled the disk."""
     free = FreeSpace(plan.layout(rank).num_bytes)
@@ -212,7 +212,7 @@ def _write_texts(lm: Any, target: Path, model_path: str, dtype: str) -> None:
     has read before, such as a temperature without sampling."""
     source = Path(model_path)
     if not source.is_dir():
-        (AutoProcessor if tower_of(lm) else AutoTokenizer).from_pretrained(model_path).save_pretrained(target)
+        (AutoProcessor if vision_tower(lm) else AutoTokenizer).from_pretrained(model_path).save_pretrained(target)
     elif source.resolve() != target.resolve():
         copy_texts(source, target)
     config = type(lm.config).from_dict(lm.config.to_dict() | {"dtype": dtype})
@@ -222,7 +222,7 @@ def _write_texts(lm: Any, target: Path, model_path: str, dtype: str) -> None:
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class PendingPublication:
     """A version that has begun."""
 
     version: int
@@ -240,7 +240,7 @@ class Publisher:
         self._ranks, self._pieces, self._dtype = ranks, pieces, dtype
         self._plan: ChunkPlan | None = None
         """Plan of publications that go to other nodes."""
-        self._last: UnderWay | None = None
+        self._last: PendingPublication | None = None
 
     @cached_property
     def layout(self) -> Layout:
@@ -277,7 +277,7 @@ class Publisher:
         if self._last is not None:
             self._wait(self._last, self._ranks.timeout.total_seconds(), "trainer.collective_timeout_s")
         layout, group = self.layout if self._plan is None else self._plan.layout, self._group
-        writing = _Writing(directory, version, layout, self._ranks, self._plan)
+        writing = _VersionWriter(directory, version, layout, self._ranks, self._plan)
         try:
             for piece in self._pieces():
                 writing.take(piece)
@@ -285,7 +285,7 @@ class Publisher:
             writing.give_up()
             raise
         stream, num_threads = stream_beside(self._ranks.device), torch.get_num_threads()
-        last = self._last = UnderWay(version)
+        last = self._last = PendingPublication(version)
 
         def finish() -> None:
             torch.set_num_threads(num_threads)  # torch keeps it for each thread
@@ -307,14 +307,14 @@ class Publisher:
         self._wait(last, timeout_s, "weights.phase_timeout_s")
         return last.result.result()
 
-    def _wait(self, last: UnderWay, timeout_s: float, key: str) -> None:
+    def _wait(self, last: PendingPublication, timeout_s: float, key: str) -> None:
         if wait([last.result], timeout_s).not_done:
             raise DeadlineExceeded(
                 f"publication of version {last.version}: rank {self._ranks.rank} did not end it within {timeout_s:g} "
                 f"s. Raise {key} if it was only slow."
             )
 
-    def _finish(self, writing: "_Writing", group: dist.ProcessGroup | None) -> Publication:
+    def _finish(self, writing: "_VersionWriter", group: dist.ProcessGroup | None) -> Publication:
         ranks, directory, version, layout = self._ranks, writing.directory, writing.version, writing.layout
         writing.finish()
         if writing.plan is None:
@@ -325,7 +325,7 @@ class Publisher:
         return Publication(str(publication_directory(directory, version)), version, layout.num_bytes)
 
 
-class _Writing:
+class _VersionWriter:
     """The writing of one version by one rank: `take` each piece, then `finish`, from any thread.
 
     With a plan the nodes' relays have begun the version: each chunk goes on as soon as it is written."""

@@ -32,7 +32,7 @@ from penstock.conf.errors import (
     is_device_failure,
 )
 from penstock.conf.trainer import TrainerConfig
-from penstock.network.machine import interface_of
+from penstock.network.host import interface_of
 
 LATE = ("timed out", "timeout")
 LOST = (
@@ -181,13 +181,13 @@ def phase(name: str, ranks: Ranks, where: Callable[[], str] = str) -> Iterator[N
     except PenstockError:
         raise
     except RuntimeError as error:
-        found = named(error, name, ranks, where())
+        found = collective_error(error, name, ranks, where())
         if found is None:
             raise
         raise found from None
 
 
-def named(error: RuntimeError, phase: str, ranks: Ranks, where: str) -> PenstockError | None:
+def collective_error(error: RuntimeError, phase: str, ranks: Ranks, where: str) -> PenstockError | None:
     """The error under its own name; None if it is no collective's."""
     text = str(error).lower()
     place = f"{phase}, rank {ranks.rank} of {ranks.num_ranks}" + (f", at {where}" if where else "")
@@ -240,11 +240,11 @@ def store_of(rank: int, num_ranks: int, address: str, timeout: timedelta) -> dis
         store.set(keys[rank], "")
         store.wait(keys, timeout)
     except dist.DistError as error:
-        raise _named(error, store, keys, rank, address, timeout) from None
+        raise _missing_ranks_error(error, store, keys, rank, address, timeout) from None
     return store
 
 
-def _named(
+def _missing_ranks_error(
     error: Exception, store: dist.TCPStore, keys: list[str], rank: int, address: str, timeout: timedelta
 ) -> DeadlineExceeded | PartnerGone:
     try:

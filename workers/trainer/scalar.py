@@ -20,7 +20,7 @@ from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.trainer import PolicyTrainer, UpdateContext
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Minibatch
-from penstock.workers.weights.stored import HEAD
+from penstock.workers.weights.checkpoint_form import HEAD
 
 
 class ScalarTrainer(PolicyTrainer):
@@ -44,7 +44,7 @@ class ScalarTrainer(PolicyTrainer):
     def values(self, rows: Rows) -> list[np.ndarray]:
         """Return `[T_i]` float32 for each row: what is expected before each response token. Collective. Raises
         `DataError`."""
-        return self._by_token(rows, lambda batch: self._numbers(batch, batch.positions_N))
+        return self._by_token(rows, lambda batch: self._head_outputs(batch, batch.positions_N))
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> np.ndarray:
@@ -52,20 +52,20 @@ class ScalarTrainer(PolicyTrainer):
         `DataError`."""
         results = np.zeros(len(rows), np.float32)
         for batch in self._all_batches(rows):
-            scores_B = self._numbers(batch, batch.last_B)
+            scores_B = self._head_outputs(batch, batch.last_B)
             if not batch.is_dummy:
                 results[batch.rows] = scores_B.cpu().numpy()
         self.engine.free()
         return results
 
-    def _numbers(self, batch: MicroBatch, positions_K: Tensor) -> Tensor:
+    def _head_outputs(self, batch: MicroBatch, positions_K: Tensor) -> Tensor:
         numbers_K: Tensor = self.engine.forward(batch.input_ids_SL, positions_K, batch.blocks)
         return numbers_K
 
     def _contribution(self, minibatch: Minibatch, shared: UpdateContext, is_first: bool, batch: MicroBatch) -> Tensor:
         whole = "scores" in shared.inputs.provided
         positions = batch.last_B if whole else batch.positions_N
-        numbers = self._numbers(batch, positions)
+        numbers = self._head_outputs(batch, positions)
         if batch.is_dummy:
             return numbers.sum() * 0.0
         available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}

@@ -36,7 +36,7 @@ from torch import Tensor
 from penstock.conf.capabilities import TRAINERS, names_with
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.workers.calls.training_calls import (
+from penstock.workers.protocols import (
     WHOLE,
     AdamParams,
     AdapterSpec,

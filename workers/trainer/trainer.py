@@ -27,9 +27,8 @@ from penstock.algorithms.graph.columns import CANDIDATE_LOGPROBS
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.calls.training_calls import AdamParams
-from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.routed_experts import KEY as REPLAY_KEY
+from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
+from penstock.workers.protocols import AdamParams, Loss, Publication, UpdateReport
 from penstock.workers.trainer.engines.engine import HostActivations, learning_rate, make_engine
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
 from penstock.workers.trainer.models import packed_attention
@@ -41,17 +40,17 @@ from penstock.workers.trainer.models.language_model import (
     open_causal_lm,
     use_liger,
 )
-from penstock.workers.trainer.models.pictures import (
-    FrozenTower,
-    Sight,
-    check_sees,
-    freeze_tower,
-    has_frozen_tower,
-    tower_of,
-    weight_of,
-)
 from penstock.workers.trainer.models.routing import Routers
 from penstock.workers.trainer.models.starting_weights import StartingWeights
+from penstock.workers.trainer.models.vision import (
+    FrozenTower,
+    PictureCache,
+    check_vision,
+    freeze_tower,
+    has_frozen_tower,
+    tower_cost,
+    vision_tower,
+)
 from penstock.workers.trainer.publishing import Publisher, export, try_texts
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.step_meter import clock, size_of
@@ -59,7 +58,7 @@ from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossArguments, Minibatch
-from penstock.workers.trainer.update.pictures import Pictures
+from penstock.workers.trainer.update.picture_places import Pictures
 from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_shares
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
@@ -122,7 +121,7 @@ class PolicyTrainer:
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
         self._has_gradients = False
-        self.before_weights_go: list[Callable[[], None]] = []
+        self.before_weights_change: list[Callable[[], None]] = []
         """Functions called before weights change or leave the device: a checkpoint, or the copy that a rank keeps, may
         still be made of them."""
         try:
@@ -145,10 +144,10 @@ class PolicyTrainer:
         self.sharing = packed_attention.choose_trees(self.model.lm, config.share_prefixes, is_compiled=config.compile)
         """Whether rows of a group are trees: never, auto or always."""
         self.model.requires_grad_(self.trainable)
-        check_sees(self.model.lm)
+        check_vision(self.model.lm)
         if VISION in config.freeze:
             freeze_tower(self.model.lm)
-        self._weight = weight_of(self.model.lm) if tower_of(self.model.lm) else None
+        self._tower_cost = tower_cost(self.model.lm) if vision_tower(self.model.lm) else None
         if config.liger:
             use_liger(self.model.lm)
         if self.trainable and config.lora.rank:
@@ -185,21 +184,21 @@ class PolicyTrainer:
         self.routers = self.routers or Routers(self.model.lm, REPLAY_KEY)
         self.routers.check_weights()
 
-    def see(self, eyes: Sight) -> None:
-        """Read the pictures of rows by this processor, which is the model's own, and leave special tokens of vision no
-        probability, as engines do. Collective."""
-        self._batcher = replace(self._batcher, eyes=eyes)
+    def attach_vision(self, pictures: PictureCache) -> None:
+        """Read the pictures of rows by the model's own processor, and leave special tokens of vision no probability, as
+        engines do. Collective."""
+        self._batcher = replace(self._batcher, reader=pictures)
         if isinstance(self.model, PolicyModel):
             if has_frozen_tower(self.model.lm):
-                eyes.keep_features(FrozenTower(self._features, self.engine.free, self.ranks))
+                pictures.cache_features(FrozenTower(self._features, self.engine.free, self.ranks))
             else:
-                eyes.weight = self._weight
-            self.model.lm.get_output_embeddings().ban(eyes.token_ids)
+                pictures.weight = self._tower_cost
+            self.model.lm.get_output_embeddings().ban(pictures.token_ids)
 
     def _features(self, pictures: Pictures) -> Tensor:
-        """What the tower sees in pictures alone, `[U, E]`. Collective."""
+        """The vision tower's features of pictures, `[U, E]`. Collective."""
         nothing = torch.zeros(0, dtype=torch.int64, device=self.ranks.device)
-        with self._phase("what the tower sees"):
+        with self._phase("vision tower"):
             features_UE, _ = self.engine.forward(None, nothing, nothing, "none", None, None, False, pictures)
         return features_UE
 
@@ -253,7 +252,7 @@ class PolicyTrainer:
         logprobs_N, entropy_N = self.engine.forward(
             batch.input_ids_SL, batch.places, batch.scored, entropy, temperature, batch.blocks, *seen
         )
-        return batch.unfolded(logprobs_N), None if entropy_N is None else batch.unfolded(entropy_N)
+        return batch.per_target(logprobs_N), None if entropy_N is None else batch.per_target(entropy_N)
 
     def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
         """Turn `forward`'s `[N]` of each micro-batch into one `[T_i]` float32 for each row. Collective."""
@@ -406,7 +405,7 @@ class PolicyTrainer:
     def leave_device(self) -> None:
         """Make room for an engine on the same device, as soon as a checkpoint has copied what is there. Does nothing on
         a CPU."""
-        self._let_weights_go()
+        self._before_weights_change()
         if self.routers is not None:
             self.routers.follow(None)
         if self.ranks.device.type != "cpu":
@@ -420,8 +419,8 @@ class PolicyTrainer:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return phase(name, self.ranks, lambda: self.engine.where)
 
-    def _let_weights_go(self) -> None:
-        for wait in self.before_weights_go:
+    def _before_weights_change(self) -> None:
+        for wait in self.before_weights_change:
             wait()
 
     def _accumulate(
@@ -460,7 +459,7 @@ class PolicyTrainer:
     def _optimizer_step(self, params: AdamParams, seconds: dict[str, float]) -> float:
         """Step, and return the norm before clipping. Where it is not finite, nothing is changed."""
         started = clock(self.ranks.device)
-        self._let_weights_go()
+        self._before_weights_change()
         with self._phase(f"update {self.num_updates + 1}, optimizer step"):
             norm = self.engine.optimizer_step(params)
         self._has_gradients = False

@@ -31,8 +31,8 @@ from penstock.store.client.lease import SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import RowsLost, RowsUnreachable
-from penstock.workers.lifecycle.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
+from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TokenValues, TrainedRows
 from penstock.workers.trainer.token_recorder import TokenRecorder, with_places
@@ -106,7 +106,7 @@ class SharedRounds:
         except PenstockError as error:
             failure = error
         mine = Outcome(HAVE, number=number) if failure is None else Outcome(FAILED, str(failure))
-        return self._told(mine, failure)[0].number
+        return self._exchanged(mine, failure)[0].number
 
     def take(self, store: SyncStoreClient, number: int) -> SharedLease | None:
         """Return this rank's share of round `number`, or of a later one. Waits until it is formed; None when the store
@@ -127,7 +127,7 @@ class SharedRounds:
             except PenstockError as error:
                 failure, is_over = error, isinstance(error, LeaseExpired) and self._moves_on
                 mine = Outcome(OVER if is_over else FAILED, str(error))
-            outcomes = self._told(mine, failure)
+            outcomes = self._exchanged(mine, failure)
             kinds = {outcome.kind for outcome in outcomes}
             if kinds == {HAVE}:
                 return lease
@@ -139,7 +139,7 @@ class SharedRounds:
             else:
                 return None
 
-    def _told(self, mine: Outcome, failure: PenstockError | None) -> list[Outcome]:
+    def _exchanged(self, mine: Outcome, failure: PenstockError | None) -> list[Outcome]:
         """Outcomes of every rank. Raises if one of them cannot go on."""
         outcomes: list[Outcome] = self._peers.gather_ranks(mine)
         for rank, outcome in enumerate(outcomes):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.workers.machine.files import SavedFile
+from penstock.workers.runtime.url_files import SavedFile
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 from penstock.workers.trainer.checkpointing.saver import Saver, num_copy_bytes
 from penstock.workers.trainer.checkpointing.shard_files import check_files, load, read_carried
@@ -20,7 +20,7 @@ from penstock.workers.weights.piece import Piece
 
 
 @dataclass(frozen=True)
-class Targets:
+class LoadTargets:
     """Pieces that a state is read into. `counters`: updates and optimizer steps by trainer; `random`: the generator's
     state. Both are among the pieces."""
 
@@ -42,7 +42,7 @@ class TrainingState:
         self._ranks = next(iter(self.trainers.values())).ranks
         self.saver = Saver(self._ranks, timeout_s)
         for trainer in self.trainers.values():
-            trainer.before_weights_go.append(self.saver.wait_until_copied)
+            trainer.before_weights_change.append(self.saver.wait_until_copied)
 
     def begin(self, directory: str) -> bool:
         """Save the present state; training may go on. False: an earlier one is still being written. Collective. Raises
@@ -59,26 +59,28 @@ class TrainingState:
         first, each by one rank. Collective. Raises `CheckpointError`, having changed nothing."""
         check_files(directory, files[self._ranks.rank :: self._ranks.num_ranks])
         self._ranks.barrier()
-        targets = self.targets()
+        targets = self.load_targets()
         random = targets.random.name
         found = load(targets.pieces, directory, self._ranks, optional=(random,))
-        self.take(targets, read_carried(directory) if self._preparation is not None else "", has_random=random in found)
+        self.finish_load(
+            targets, read_carried(directory) if self._preparation is not None else "", has_random=random in found
+        )
 
     def carried(self) -> str:
         """States that functions carry from step to step. Raises `DataflowError` for what is no plain data."""
         return self._preparation.carried() if self._preparation is not None else states_to_text({}, {})
 
     def pieces_of_rank(self) -> list[Piece]:
-        """All pieces of this rank's state, including those that other ranks have too, in the order of `targets`. They
-        share memory with the trainers."""
+        """All pieces of this rank's state, including those that other ranks have too, in the order of `load_targets`.
+        They share memory with the trainers."""
         return [*self._of_engines(), *_of_counters(self._counters()), self._random()]
 
-    def targets(self) -> Targets:
-        """Pieces to be written into, then given to `take`."""
+    def load_targets(self) -> LoadTargets:
+        """Pieces to be written into, then given to `finish_load`."""
         counters, random = {name: torch.zeros(2, dtype=torch.int64) for name in self.trainers}, self._random()
-        return Targets([*self._of_engines(), *_of_counters(counters), random], counters, random)
+        return LoadTargets([*self._of_engines(), *_of_counters(counters), random], counters, random)
 
-    def take(self, targets: Targets, carried: str, *, has_random: bool = True) -> None:
+    def finish_load(self, targets: LoadTargets, carried: str, *, has_random: bool = True) -> None:
         """Go on from the values that the targets have now, and from what was carried. Collective."""
         for name, trainer in self.trainers.items():
             trainer.num_updates, num_optimizer_steps = targets.counters[name].tolist()

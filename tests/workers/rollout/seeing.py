@@ -16,8 +16,8 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, PictureProcessor
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_hf import sampling_logprobs
 from penstock.workers.rollout.rollout_engines import make_engine

@@ -14,14 +14,14 @@ from penstock.algorithms.graph.columns import SEEN_PICTURES
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.gateway.formats.rendered import TemplateFormat
-from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.agents.gateway.chat_formats import TemplateFormat
+from penstock.workers.agents.gateway.turn_sampler import TurnLimits, TurnSampler
+from penstock.workers.agents.trajectory import Trajectory, row_columns
 from penstock.workers.pictures.processor import opened
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.trainer.models.vision import PictureCache
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trajectory import Trajectory, row_columns
 from tests.vision_models import picture
 from tests.workers.rollout.seeing import (
     BAR,

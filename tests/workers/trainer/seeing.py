@@ -11,8 +11,8 @@ import numpy as np
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.pictures.processor import Features
-from penstock.workers.trainer.models.pictures import Sight
-from penstock.workers.trainer.update.pictures import Picture, num_tokens
+from penstock.workers.trainer.models.vision import PictureCache
+from penstock.workers.trainer.update.picture_places import Picture, num_tokens
 
 PAD, PATCH, SIDE = 5, 3 * 2 * 14 * 14, 56
 TEXT: dict[str, Any] = {
@@ -93,7 +93,7 @@ class MadeUpProcessor:
         return Features(made.pixels_PC, np.array([made.grid]))
 
 
-class MadeUp(Sight):
+class MadeUp(PictureCache):
     """The eyes of a trainer, with that processor."""
 
     def __init__(self, config: Any) -> None:

@@ -18,13 +18,13 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.workers.trainer.assembly import (
     NUM_ROWS,
     NUM_TOKENS,
-    _rows,
+    _trial_rows,
     assemble_scorer,
     assemble_trainer,
     seconds_per_token,
     use_threads,
 )
-from penstock.workers.trainer.memory_slots import steps_there
+from penstock.workers.trainer.memory_slots import complete_steps
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -87,7 +87,7 @@ def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
         trainer.start(None)
         await asyncio.to_thread(trainer.attach, store)
         serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run, SyncStoreClient(store)))
-        assert steps_there(tmp_path, 0) == []
+        assert complete_steps(tmp_path, 0) == []
         assert await asyncio.to_thread(trainer.step, 1)
         await client.close("done")
         await serving
@@ -95,14 +95,14 @@ def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
         return trainer
 
     dead, anew = asyncio.run(run()), Trainer(spec)
-    assert steps_there(tmp_path, 0) == [1]
+    assert complete_steps(tmp_path, 0) == [1]
     anew.start(None)
     anew.restore(1)
     expected, ours = (trainer._parts.state.pieces_of_rank() for trainer in (dead, anew))
     assert all(torch.equal(one.values, other.values) for one, other in zip(ours, expected, strict=True))
     for trainer in (anew, dead):
         trainer.close()
-    assert steps_there(tmp_path, 0) == [1]
+    assert complete_steps(tmp_path, 0) == [1]
 
 
 def test_a_trainer_that_keeps_nothing_says_by_which_key_it_would(model_path: str) -> None:
@@ -164,8 +164,8 @@ def test_each_number_of_threads_is_tried_and_nothing_that_is_trained_changes(
 
 
 def test_rows_that_are_tried_fit_the_model() -> None:
-    assert _rows(16).lengths("response_ids").tolist() == [15] * NUM_ROWS
-    assert _rows(4096).lengths("response_ids").tolist() == [NUM_TOKENS] * NUM_ROWS
+    assert _trial_rows(16).lengths("response_ids").tolist() == [15] * NUM_ROWS
+    assert _trial_rows(4096).lengths("response_ids").tolist() == [NUM_TOKENS] * NUM_ROWS
 
 
 def test_no_number_leaves_the_threads_as_they_are() -> None:

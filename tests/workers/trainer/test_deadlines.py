@@ -16,8 +16,8 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, TakenOver, WorkerDied
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.epoch import Epoch
-from penstock.workers.lifecycle.progress import IDLE, KEEPING, PUBLISHING, UPDATING, WAITING, Phases
-from penstock.workers.trainer.ranks import Meeting, Ranks, named
+from penstock.workers.runtime.serving import IDLE, KEEPING, PUBLISHING, UPDATING, WAITING, Phases
+from penstock.workers.trainer.ranks import Meeting, Ranks, collective_error
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 from tests.workers.trainer.conftest import random_rows
@@ -83,14 +83,19 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
 def test_errors_that_are_no_collectives_stay_what_they_are() -> None:
     ranks = Ranks.join(TrainerConfig(collective_timeout_s=TIMEOUT_S))
     try:
-        assert named(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "forward", ranks, "") is None
-        assert named(RuntimeError("CUDA error: the launch timed out and was terminated"), "forward", ranks, "") is None
-        aborted = named(RuntimeError("NCCL communicator was aborted on rank 0."), "forward", ranks, "")
+        assert collective_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "forward", ranks, "") is None
+        assert (
+            collective_error(RuntimeError("CUDA error: the launch timed out and was terminated"), "forward", ranks, "")
+            is None
+        )
+        aborted = collective_error(RuntimeError("NCCL communicator was aborted on rank 0."), "forward", ranks, "")
         assert isinstance(aborted, PartnerGone)
-        late = named(RuntimeError("[..] Timed out waiting 3000ms for recv"), "publication", ranks, "model.layers.3")
+        late = collective_error(
+            RuntimeError("[..] Timed out waiting 3000ms for recv"), "publication", ranks, "model.layers.3"
+        )
         assert isinstance(late, DeadlineExceeded)
         assert "publication, rank 0 of 1, at model.layers.3: another rank did not answer within 3 s" in str(late)
-        assert isinstance(named(RuntimeError("Connection closed by peer [::1]"), "x", ranks, ""), WorkerDied)
+        assert isinstance(collective_error(RuntimeError("Connection closed by peer [::1]"), "x", ranks, ""), WorkerDied)
     finally:
         ranks.leave()
 

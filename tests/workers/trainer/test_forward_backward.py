@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import ConfigError, DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.protocols import AdamParams
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, assert_same
 

@@ -23,8 +23,7 @@ from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.checkpoint_form import keeps_float32
-from penstock.workers.weights.streaming.weight_stream import WeightStream
-from penstock.workers.weights.trainer_side import TrainerSide
+from penstock.workers.weights.weight_senders import SendingRank, WeightStream
 
 Make = Callable[..., PolicyTrainer]
 SIZES: dict[str, Any] = {
@@ -74,7 +73,7 @@ def test_publications_streams_and_exports_have_them_in_float32_and_nothing_else(
     path, kept = model
     trainer = make_trainer(path, engine_dtype="bfloat16")
     expected = load_file(Path(path) / "model.safetensors")
-    side = TrainerSide.of(trainer)
+    side = SendingRank.of(trainer)
     streamed = dict(WeightStream(side.pieces, side.dtype, side.device, side.gather))
     published = load_file(Path(trainer.publish(str(tmp_path), 1).directory) / "model.safetensors")
     trainer.export(str(tmp_path / "exported"))

@@ -21,9 +21,9 @@ from penstock.algorithms.losses.preference import (
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.agents.trajectory import Trajectory, row_columns
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trajectory import Trajectory, row_columns
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import ENGINES, copy_of_weights
 

@@ -62,9 +62,9 @@ def test_both_sizes_together_must_divide_the_ranks() -> None:
 def test_heads_that_do_not_divide_are_refused(model_path: str) -> None:
     lm = load_causal_lm(model_path)  # two heads, one of keys and values
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 must divide the model's num_attention_heads=2"):
-        tensor_parallel.plan_of(lm, 3)
+        tensor_parallel.split_plan(lm, 3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 must divide the model's num_key_value_heads=1"):
-        tensor_parallel.plan_of(lm, 2)
+        tensor_parallel.split_plan(lm, 2)
     with pytest.raises(ConfigError, match=r"sequence_parallel_size=2 times .* must divide the model's num_key_value"):
         ulysses.check(lm, 2, 1)
 
@@ -72,7 +72,7 @@ def test_heads_that_do_not_divide_are_refused(model_path: str) -> None:
 def test_a_model_without_a_plan_is_refused() -> None:
     lm = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
     with pytest.raises(ConfigError, match="no plan for splitting GPT2LMHeadModel"):
-        tensor_parallel.plan_of(lm, 2)
+        tensor_parallel.split_plan(lm, 2)
 
 
 def test_windows_and_other_attention_are_refused_for_sequence_parallelism(model_path: str) -> None:
@@ -86,7 +86,7 @@ def test_windows_and_other_attention_are_refused_for_sequence_parallelism(model_
 
 
 def test_the_plan_names_the_linear_layers_of_the_decoder(model_path: str) -> None:
-    plan = tensor_parallel.plan_of(load_causal_lm(model_path), 1)
+    plan = tensor_parallel.split_plan(load_causal_lm(model_path), 1)
     first = {name.removeprefix("model.layers.0."): style for name, style in plan.items() if ".0." in name}
     assert first == {
         **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -98,7 +98,7 @@ def test_the_plan_names_the_linear_layers_of_the_decoder(model_path: str) -> Non
 def test_an_adapter_is_split_as_the_layer_that_it_changes(model_path: str) -> None:
     lm = load_causal_lm(model_path)
     add_adapters(lm, LoraConfig(rank=2))
-    styles = tensor_parallel.module_styles(lm, tensor_parallel.plan_of(lm, 1))
+    styles = tensor_parallel.module_styles(lm, tensor_parallel.split_plan(lm, 1))
     assert {name.removeprefix("model.layers.0.self_attn.") for name in styles if ".0.self_attn.q" in name} == {
         "q_proj.base_layer", "q_proj.lora_B.default"
     }  # fmt: skip

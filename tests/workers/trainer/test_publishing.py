@@ -20,7 +20,7 @@ from penstock.workers.trainer import publishing
 from penstock.workers.trainer.publishing import Publisher
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.publication_files import MappedWeights, open_publication
 from tests.workers.trainer.conftest import ENGINES
 from tests.workers.weights.chain.relays import Cluster
 
@@ -61,7 +61,7 @@ def test_a_publication_for_other_nodes_arrives_there_as_it_would_be_here(
             cluster.begin(version)
             trainer.publish(str(cluster.roots["x"]), version)
             publication = cluster.relays["a"].wait(version, 60)
-            MappedWeights(open_publication(publication)).verify()
+            MappedWeights(publication).verify()
             if version == 1:
                 files = [Path(root) / "v00000001" / "model.safetensors" for root in (tmp_path / "here", tmp_path / "a")]
                 assert files[0].read_bytes() == files[1].read_bytes()
@@ -110,7 +110,7 @@ def test_ranks_publish_shards_in_the_engines_dtype_and_buffers_in_their_own(tmp_
     for version in range(1, 5):
         for rank in (1, 0):
             publication = publish_of(rank, tmp_path, version, dtype)
-    mapped = MappedWeights(open_publication(publication))
+    mapped = MappedWeights(publication)
     mapped.verify()
     expected = {"embed.weight": WEIGHT.to(getattr(torch, dtype)), "norm.scale": BUFFER, "norm.count": COUNTS}
     assert {name for name, _ in mapped.tensors()} == set(expected)
@@ -153,7 +153,7 @@ def test_what_is_on_a_device_is_published_as_it_was_when_it_was_begun(
     held_up.may_write.set()
     publisher.begin(str(tmp_path), 2)  # waits for the one before
     published = [publisher.finish(2, 600), Publication(str(tmp_path / "v00000001"), 1)]
-    later, begun = (dict(MappedWeights(open_publication(one)).tensors())["w"].flatten().tolist() for one in published)
+    later, begun = (dict(MappedWeights(one).tensors())["w"].flatten().tolist() for one in published)
     assert (begun, later) == ([0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15])
     assert publisher.finish(2, 0) == published[0]
     assert publisher.seconds_under_way is None

@@ -67,45 +67,45 @@ def test_the_rarest_are_chosen_then_the_newest_in_the_order_of_ids() -> None:
 def test_rare_successes_are_trained_again_until_they_are_too_stale() -> None:
     replay = alone()
     easy = [[1.0, 1.0, 1.0, 0.0]] * 2
-    again, metrics = replay.again(batch(0, [[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]), 0)
+    again, metrics = replay.exchange(batch(0, [[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]), 0)
     assert again is None
     assert metrics == {"replay/rows": 0, "replay/staleness_max": 0}
     for step in (1, 2):
-        again, metrics = replay.again(batch(step, easy), step)
+        again, metrics = replay.exchange(batch(step, easy), step)
         assert ids_of(again) == [1]
         assert metrics == {"replay/rows": 1, "replay/staleness_max": step}
-    assert ids_of(replay.again(batch(3, easy), 3)[0]) == []
+    assert ids_of(replay.exchange(batch(3, easy), 3)[0]) == []
     assert replay.state["ids"][0].tolist() == []
 
 
 def test_a_row_comes_again_with_all_of_its_columns() -> None:
     replay, first = alone(), batch(0, [[0.0, 1.0, 0.0, 0.0]] * 2)
-    replay.again(with_places(first.with_column("advantage", np.arange(8.0))), 0)
+    replay.exchange(with_places(first.with_column("advantage", np.arange(8.0))), 0)
     later = batch(1, [[0.0] * 4] * 2).with_column("advantage", np.zeros(8))
-    again, _ = replay.again(later, 1)
+    again, _ = replay.exchange(later, 1)
     assert again is not None
     assert ids_of(again) == [1, 5]
     assert again.values("advantage").tolist() == [1.0, 5.0]
     assert [tokens.tolist() for tokens in again.arrays("response_ids")] == [[0, 1], [0, 5]]
     assert PLACES not in again
-    recorded, _ = replay.again(with_places(batch(2, [[0.0] * 4]).with_column("advantage", np.zeros(4))), 2)
+    recorded, _ = replay.exchange(with_places(batch(2, [[0.0] * 4]).with_column("advantage", np.zeros(4))), 2)
     assert recorded is not None
     assert [places.tolist() for places in recorded.arrays(PLACES)] == [[0, 1], [0, 1]]
 
 
 def test_a_row_without_a_token_is_never_trained_again() -> None:
     replay, rows = alone(), batch(0, [[0.0, 1.0, 0.0, 0.0]] * 2)
-    replay.again(rows.with_column("token_versions", [[0], [], [0], [0], [0], [0, 0], [0], [0]]), 0)
-    assert ids_of(replay.again(batch(1, [[0.0] * 4]), 1)[0]) == [5]
+    replay.exchange(rows.with_column("token_versions", [[0], [], [0], [0], [0], [0, 0], [0], [0]]), 0)
+    assert ids_of(replay.exchange(batch(1, [[0.0] * 4]), 1)[0]) == [5]
 
 
 def test_no_more_are_kept_than_the_share_of_a_step() -> None:
     replay = alone(share=0.25)
-    replay.again(batch(0, [[0.0, 1.0, 0.0, 0.0]] * 4), 0)
-    again, _ = replay.again(batch(1, [[0.0] * 4]), 1)
+    replay.exchange(batch(0, [[0.0, 1.0, 0.0, 0.0]] * 4), 0)
+    again, _ = replay.exchange(batch(1, [[0.0] * 4]), 1)
     assert ids_of(again) == [1, 5, 9, 13]
-    replay.again(batch(2, [[1.0, 0.0, 0.0, 0.0]]), 2)
-    again, _ = replay.again(batch(3, [[0.0] * 4]), 3)
+    replay.exchange(batch(2, [[1.0, 0.0, 0.0, 0.0]]), 2)
+    again, _ = replay.exchange(batch(3, [[0.0] * 4]), 3)
     assert ids_of(again) == [2000]
 
 
@@ -124,7 +124,7 @@ def test_no_row_is_too_stale_and_all_are_rare_successes(history: Any, share: flo
         rows = batch(step, rewards, age)
         for row, rarity in zip(rows.row_ids.tolist(), rarities(rows.values("reward"), rows.group_ids), strict=True):
             seen[row] = rarity
-        again, _ = replay.again(rows, step)
+        again, _ = replay.exchange(rows, step)
         if again is not None:
             assert min(versions.min() for versions in again.arrays("token_versions")) >= step - max_staleness
             assert all(seen[row] <= 0.5 for row in again.row_ids.tolist())
@@ -154,7 +154,7 @@ def on_ranks(count: int, work: Callable[[int, Callable[[Any], list[Any]]], Any])
 def test_several_ranks_train_again_what_one_would_whatever_the_split(history: Any, count: int, resumed: int) -> None:
     """Each rank goes on from what another has kept, before the step `resumed`."""
     one = alone()
-    expected = [ids_of(one.again(batch(step, rewards, age), step)[0]) for step, (rewards, age) in enumerate(history)]
+    expected = [ids_of(one.exchange(batch(step, rewards, age), step)[0]) for step, (rewards, age) in enumerate(history)]
 
     def work(rank: int, gather: Callable[[Any], list[Any]]) -> list[list[int]]:
         def made() -> Replay:
@@ -169,7 +169,7 @@ def test_several_ranks_train_again_what_one_would_whatever_the_split(history: An
             rows = batch(step, rewards, age)
             mine = rows.select([position for position in range(len(rows)) if position * 7 % count == rank])
             mine = mine if len(mine) else NOTHING
-            found.append(ids_of(replay.again(mine, step)[0]))
+            found.append(ids_of(replay.exchange(mine, step)[0]))
         return found
 
     together = on_ranks(count, work)

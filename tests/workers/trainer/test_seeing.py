@@ -19,8 +19,8 @@ from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.trainer.models import pictures
-from penstock.workers.trainer.models.pictures import FrozenTower
+from penstock.workers.trainer.models import vision
+from penstock.workers.trainer.models.vision import FrozenTower
 from tests.rank_processes import ROOT
 from tests.workers.trainer.seeing import PAD, MadeUp, rows_with, save_model
 
@@ -41,7 +41,7 @@ def seeing_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def make(make_trainer: Make, seeing_path: str) -> Make:
     def made(**options: Any) -> Any:
         trainer = make_trainer(seeing_path, **options)
-        trainer.see(MadeUp(trainer.model.lm.config))
+        trainer.attach_vision(MadeUp(trainer.model.lm.config))
         return trainer
 
     return made
@@ -61,7 +61,7 @@ def own_logprobs(path: str, rows: Rows) -> list[np.ndarray]:
     for number, (prompt, response) in enumerate(zip(rows.lists("prompt_ids"), rows.lists("response_ids"), strict=True)):
         ids = torch.tensor([prompt + response])
         seen: dict[str, Any] = {}
-        if pictures := [eyes.see(one) for one in rows.blobs("pictures")[number]]:
+        if pictures := [eyes.read(one) for one in rows.blobs("pictures")[number]]:
             pixels = torch.from_numpy(np.concatenate([one.pixels_PC for one in pictures]))
             seen = family.inputs(pixels, torch.tensor([one.grid for one in pictures]))
             seen |= {"mm_token_type_ids": (ids == PAD).int()} if family.has_grids else {}
@@ -129,13 +129,13 @@ def test_a_tower_that_is_trained_sees_pictures_anew(make: Make, tmp_path: Path) 
     kept = MadeUp(trainer.model.lm.config)
     nothing, forward = torch.zeros(0, dtype=torch.int64), trainer.engine.forward
     see = lambda pictures: forward(None, nothing, nothing, "none", None, None, False, pictures)[0]  # noqa: E731
-    kept.keep_features(FrozenTower(see, trainer.engine.free, trainer.ranks))
-    kept.look(rows)
+    kept.cache_features(FrozenTower(see, trainer.engine.free, trainer.ranks))
+    kept.prepare(rows)
     trainer.update(rows, ppo_clip_loss)
     trainer.export(str(tmp_path))
     own = np.concatenate(own_logprobs(str(tmp_path), rows))
     gap = np.abs(np.concatenate(trainer.logprobs(rows)) - own).mean()
-    trainer.see(kept)
+    trainer.attach_vision(kept)
     mutant = np.abs(np.concatenate(trainer.logprobs(rows)) - own).mean()
     assert gap < 1e-5
     assert mutant > 100 * max(gap, 1e-7)
@@ -196,7 +196,7 @@ def test_microbatches_are_cut_by_what_a_trained_tower_computes(make: Make) -> No
 def test_what_is_kept_of_pictures_is_bounded_but_for_the_rows_at_hand(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(vision, "REMEMBERED_BYTES", 0)
     rows, trainer = rows_with(PROMPTS), make()
     first = trainer.logprobs(rows)
     with watched(trainer) as passes:

@@ -12,13 +12,13 @@ from penstock.algorithms.losses.preference import bradley_terry_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.agents.trajectory import Trajectory, row_columns
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel, hidden_states
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.minibatches import plan_trees
-from penstock.workers.trajectory import Trajectory, row_columns
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import ENGINES, copy_of_weights
 from tests.workers.trainer.models.test_own_logits import HEADS, tiny

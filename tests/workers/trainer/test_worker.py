@@ -19,8 +19,8 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.lifecycle.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import UpdateReport
+from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.trainer_worker import ScorerWorker, TrainerWorker

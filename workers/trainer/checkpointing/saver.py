@@ -37,8 +37,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
-from penstock.workers.machine.files import SavedFile, fault_of, is_url, remove, upload
-from penstock.workers.machine.local_files import FreeSpace
+from penstock.workers.runtime.local_files import FreeSpace
+from penstock.workers.runtime.url_files import SavedFile, fault_of, is_url, remove, upload
 from penstock.workers.trainer.checkpointing.shard_files import (
     CARRIED,
     INDEX,
@@ -49,7 +49,7 @@ from penstock.workers.trainer.checkpointing.shard_files import (
 )
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.device_copies import BUFFER_BYTES, DeviceCopies, Part, stream_beside
+from penstock.workers.weights.publication.publication import BUFFER_BYTES, DeviceCopies, Part, stream_beside
 from penstock.workers.weights.publication.layout import TensorPlace
 from penstock.workers.weights.publication.publication import needs_buffers
 
@@ -58,7 +58,7 @@ LOWEST = 19
 ADVICE = "Make room, lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
 
 
-class Save:
+class PendingSave:
     """A save of one rank: what it has copied, its result, and whether it is still wanted.
 
     `result` decides once and for all: either the thread claims it and its files count, or it is cancelled first and
@@ -71,9 +71,9 @@ class Save:
         self.ended = threading.Event()
         """Set once the save's thread has released the copies and its files."""
         self.result: Future[list[SavedFile]] = Future()
-        self.is_asked = False
+        self.result_asked = False
         """True once its result was asked for."""
-        self.in_step = False
+        self.collectives_matched = False
         """True once all ranks have gone through the same collectives."""
 
     def give_up(self) -> bool:
@@ -104,7 +104,7 @@ class Saver:
         self.timeout_s = timeout_s
         self._process_group: dist.ProcessGroup | None = None
         self.copy = HostCopy()
-        self._last: Save | None = None
+        self._last: PendingSave | None = None
         self.copied_s = 0.0
         """Seconds that the last copy took, most of it beside other work."""
         self.waited_s = 0.0
@@ -116,14 +116,16 @@ class Saver:
 
         False, on every rank alike: an earlier save still holds some rank's copies, and nothing has begun. An earlier
         save whose result was not asked for is given up."""
-        if self._last is not None and not self._last.is_asked:
+        if self._last is not None and not self._last.result_asked:
             self._last.give_up()
-        is_free, in_step = self._agree(self.is_free(), self._last is None or self._last.in_step)
+        is_free, collectives_matched = self._agree(self.is_free(), self._last is None or self._last.collectives_matched)
         if not is_free:
             return False
-        if self._process_group is None or not in_step:  # a new one where the last save may have left some unmatched
+        if (
+            self._process_group is None or not collectives_matched
+        ):  # a new one where the last save may have left some unmatched
             self._process_group = self._ranks.group_beside(timedelta(seconds=self.timeout_s))
-        save = self._last = Save(directory)
+        save = self._last = PendingSave(directory)
         arguments = save, list(pieces), carried
         threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
         return True
@@ -149,9 +151,9 @@ class Saver:
         """Wait for what `begin` started; return what this rank wrote (nothing: none was started). A save that does not
         end in time is given up. Raises `CheckpointError`, `DeadlineExceeded`."""
         save = self._last
-        if save is None or save.is_asked:
+        if save is None or save.result_asked:
             return []
-        save.is_asked = True
+        save.result_asked = True
         try:
             return save.result.result(self.timeout_s)
         except CancelledError:
@@ -172,7 +174,7 @@ class Saver:
         dist.all_reduce(votes, dist.ReduceOp.MIN)
         return [bool(vote) for vote in votes.tolist()]
 
-    def _run(self, save: Save, pieces: list[Piece], carried: str) -> None:
+    def _run(self, save: PendingSave, pieces: list[Piece], carried: str) -> None:
         """Copy and write; the save's thread runs this."""
         failure: CheckpointError | None = None
         written: list[SavedFile] = []
@@ -195,20 +197,20 @@ class Saver:
         finally:
             self._end(save, written, failure)
 
-    def _end(self, save: Save, written: list[SavedFile], failure: CheckpointError | None) -> None:
+    def _end(self, save: PendingSave, written: list[SavedFile], failure: CheckpointError | None) -> None:
         """Set the save's result, or remove its files if the save is not wanted any more."""
         save.copied.set()
         is_wanted = save.result.set_running_or_notify_cancel()
         if not is_wanted:
             with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
-                _take_back(save.directory, self._ranks.rank)
+                _remove_files(save.directory, self._ranks.rank)
         save.ended.set()  # before the result: whoever has it may begin the next
         if is_wanted and failure is not None:
             save.result.set_exception(failure)
         elif is_wanted:
             save.result.set_result(written)
 
-    def _write(self, save: Save, shards: list[Piece], carried: str, local: str) -> list[SavedFile]:
+    def _write(self, save: PendingSave, shards: list[Piece], carried: str, local: str) -> list[SavedFile]:
         """Write the shards, all ranks together until DCP is done; it fails on all of them or on none."""
         writer = ShardWriter(local, self._ranks.rank)
         try:
@@ -219,9 +221,9 @@ class Saver:
                 process_group=self._process_group,
                 no_dist=self._process_group is None,
             )
-            save.in_step = True
+            save.collectives_matched = True
         except dcp.CheckpointException:
-            save.in_step = True
+            save.collectives_matched = True
             raise
         if self._ranks.rank == 0:
             writer.write_text(CARRIED, carried)
@@ -249,7 +251,7 @@ def _names_of(rank: int) -> list[str]:
     return [file_of(rank), INDEX, CARRIED] if rank == 0 else [file_of(rank)]
 
 
-def _take_back(directory: str, rank: int) -> None:
+def _remove_files(directory: str, rank: int) -> None:
     """Remove what a rank wrote, and the directories that are empty without it."""
     for name in _names_of(rank):
         remove(f"{directory}/{name}")

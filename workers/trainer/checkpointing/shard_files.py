@@ -49,9 +49,8 @@ from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint, suggest
 from penstock.network.names import checked
-from penstock.workers.machine.direct_io import DirectReader, DirectWriter
-from penstock.workers.machine.files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
-from penstock.workers.machine.local_files import write_whole
+from penstock.workers.runtime.local_files import DirectReader, DirectWriter, write_whole
+from penstock.workers.runtime.url_files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Corner, Extents, Piece, boxes, boxes_of_run, place_of
@@ -65,7 +64,7 @@ CARRIED = "carried.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class BoxPlace:
     """The place of a box of a tensor. `offset`: in bytes of the file, where its elements lie back to back."""
 
     corner: Corner
@@ -106,7 +105,7 @@ class ShardWriter(StorageWriter):
                 values = planner.resolve_data(item)
                 assert isinstance(values, Tensor)
                 assert item.index.offset is not None
-                place = Place(tuple(item.index.offset), tuple(values.shape), name, file.num_bytes)
+                place = BoxPlace(tuple(item.index.offset), tuple(values.shape), name, file.num_bytes)
                 results.append(WriteResult(item.index, values.nbytes, place))
                 file.write(_bytes_of(values))
             file.finish()
@@ -170,11 +169,11 @@ class ShardReader(StorageReader):
                     planner.commit_tensor(item, target)
         return _done(None)
 
-    def _place(self, item: ReadItem) -> Place:
-        place: Place = self.read_metadata().storage_data[item.storage_index]
+    def _place(self, item: ReadItem) -> BoxPlace:
+        place: BoxPlace = self.read_metadata().storage_data[item.storage_index]
         return place
 
-    def _read(self, file: DirectReader | FarFile, place: Place, item: ReadItem) -> Tensor:
+    def _read(self, file: DirectReader | FarFile, place: BoxPlace, item: ReadItem) -> Tensor:
         """The part of a saved box that an item asks for. Where it has not all columns, those between are read, too."""
         tensor = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
@@ -271,7 +270,7 @@ def metadata_of(index: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Me
     elif index["format"] != FORMAT:
         raise ValueError(f"its format is {index['format']!r}; this Penstock reads {FORMAT} and 1")
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, BoxPlace] = {}
     for name, entry in index["tensors"].items():
         if entry["dtype"] not in TENSORS:
             raise ValueError(f"{name!r} is of {entry['dtype']!r}")
@@ -283,13 +282,13 @@ def metadata_of(index: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Me
     return Metadata(tensors, storage_data=places)
 
 
-def _places(name: str, shape: tuple[int, ...], entries: list[dict[str, Any]]) -> list[Place]:
+def _places(name: str, shape: tuple[int, ...], entries: list[dict[str, Any]]) -> list[BoxPlace]:
     """Boxes in order of their corners. They must cover the tensor: elements left out would silently keep their old
     values."""
-    places: list[Place] = []
-    beside: list[Place] = []
+    places: list[BoxPlace] = []
+    beside: list[BoxPlace] = []
     for entry in sorted(entries, key=lambda entry: entry["corner"]):
-        place = Place(tuple(entry["corner"]), tuple(entry["extents"]), checked(entry["file"]), entry["offset"])
+        place = BoxPlace(tuple(entry["corner"]), tuple(entry["extents"]), checked(entry["file"]), entry["offset"])
         _check_inside(name, place, shape)
         beside = [other for other in beside if _end(other)[:1] > place.corner[:1] or not shape]
         for other in beside:
@@ -305,7 +304,7 @@ def _places(name: str, shape: tuple[int, ...], entries: list[dict[str, Any]]) ->
     return places
 
 
-def _check_inside(name: str, place: Place, shape: tuple[int, ...]) -> None:
+def _check_inside(name: str, place: BoxPlace, shape: tuple[int, ...]) -> None:
     numbers = (*place.corner, *place.extents, place.offset)
     is_whole = all(type(number) is int and number >= 0 for number in (*numbers, *shape)) and all(place.extents)
     is_inside = is_whole and all(end <= extent for end, extent in zip(_end(place), shape, strict=True))
@@ -313,8 +312,8 @@ def _check_inside(name: str, place: Place, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name!r} of shape {list(shape)} has a box at {numbers}")
 
 
-def _end(place: Place) -> Corner:
-    """Place behind a box's last element, a number a dim."""
+def _end(place: BoxPlace) -> Corner:
+    """BoxPlace behind a box's last element, a number a dim."""
     return tuple(start + extent for start, extent in zip(place.corner, place.extents, strict=True))
 
 

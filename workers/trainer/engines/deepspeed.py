@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.protocols import AdamParams
 from penstock.workers.trainer.engines.engine import (
     HOST,
     MOMENTS,
@@ -110,13 +110,13 @@ def load_sharded(
     Collective.
     """
     for module in (*decoder_layers(model), model):
-        load_whole(model.lm, module, weights if ranks.rank == 0 else None, dtype)
+        fill_parameters(model.lm, module, weights if ranks.rank == 0 else None, dtype)
         deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(ranks.device)
 
 
-def load_whole(lm: nn.Module, module: nn.Module, weights: StartingWeights | None, dtype: torch.dtype) -> None:
+def fill_parameters(lm: nn.Module, module: nn.Module, weights: StartingWeights | None, dtype: torch.dtype) -> None:
     """Give the parameters of `module`, a part of `lm`, that have no values yet all of theirs, on the CPU. `weights`
     None: any values."""
     within = set(module.parameters())
@@ -130,7 +130,7 @@ def load_whole(lm: nn.Module, module: nn.Module, weights: StartingWeights | None
     replace_parameters(lm, lambda _, parameter: parameter.is_meta and parameter in within, made)
 
 
-def keep_deadline(engine: Any, timeout_s: float) -> None:
+def set_group_timeouts(engine: Any, timeout_s: float) -> None:
     """Give the process groups that DeepSpeed makes the trainer's timeout, in the place of torch's default.
 
     `engine`: what `deepspeed.initialize` returned.
@@ -193,7 +193,7 @@ class DeepSpeedEngine:
         self._is_last = self._has_gradients = False
         dtype = getattr(torch, config.dtype)
         if self.stage < 3:
-            load_whole(model.lm, model.lm, weights, dtype)
+            fill_parameters(model.lm, model.lm, weights, dtype)
         if not num_trained and self.stage < 3:
             model.to(ranks.device)
             return
@@ -207,7 +207,7 @@ class DeepSpeedEngine:
         self.deepspeed, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=how, dist_init_required=False
         )
-        keep_deadline(self.deepspeed, config.collective_timeout_s)
+        set_group_timeouts(self.deepspeed, config.collective_timeout_s)
         if self.optimizer is not None:
             self._fragments = {
                 fragment.name: fragment for fragment in fragments_of(trained, self.deepspeed.optimizer, ranks.rank)
@@ -362,9 +362,9 @@ def fragments_of(parameters: dict[str, nn.Parameter], zero: Any, rank: int) -> I
     """A fragment for each trained parameter, by name, in order. `zero`: DeepSpeed's optimizer around AdamW."""
     for name, parameter in parameters.items():
         if hasattr(parameter, "ds_tensor"):
-            yield _sharded(name, parameter, zero, rank)
+            yield _stage_3_fragment(name, parameter, zero, rank)
         else:
-            yield _cut(name, parameter, zero)
+            yield _partition_fragment(name, parameter, zero)
 
 
 def frozen_piece(name: str, parameter: Any, rank: int, num_ranks: int) -> Piece:
@@ -380,7 +380,7 @@ def frozen_piece(name: str, parameter: Any, rank: int, num_ranks: int) -> Piece:
     return Piece(name, shape, first, parameter.detach().reshape(-1).narrow(0, first, count))
 
 
-def _cut(name: str, parameter: Any, zero: Any) -> Fragment:
+def _partition_fragment(name: str, parameter: Any, zero: Any) -> Fragment:
     """The fragment of a parameter in stages 1 and 2."""
     shape = tuple(parameter.shape)
     (flat,) = zero.optimizer.param_groups[0]["params"]
@@ -391,7 +391,7 @@ def _cut(name: str, parameter: Any, zero: Any) -> Fragment:
     return Fragment(name, shape, part.start, part.numel, flat, place.start)
 
 
-def _sharded(name: str, parameter: Any, zero: Any, rank: int) -> Fragment:
+def _stage_3_fragment(name: str, parameter: Any, zero: Any, rank: int) -> Fragment:
     """The fragment of a parameter in stage 3. The last ranks' parts are padded, and may be only padding."""
     index, offset, part = zero.grad_position[zero.get_param_id(parameter)]
     first, count = _part(parameter.ds_numel, part, rank)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.protocols import AdamParams
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
-from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.protocols import AdamParams
 from penstock.workers.trainer.engines.engine import (
     HOST,
     MOMENTS,

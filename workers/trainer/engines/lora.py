@@ -77,7 +77,7 @@ def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
     from peft import inject_adapter_in_model
 
     targets = targets_of(lm, config)
-    _tell_left_out(lm, config, targets)
+    _log_left_out(lm, config, targets)
     peft_config = PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -116,7 +116,7 @@ def check_compiles(lm: Any) -> None:
         )
 
 
-def _tell_left_out(lm: Any, config: LoraConfig, targets: Targets) -> None:
+def _log_left_out(lm: Any, config: LoraConfig, targets: Targets) -> None:
     """Say in the log which weights [all-linear] leaves out of a mixture of experts."""
     experts = stacked_experts(lm)
     if ALL_LINEAR in config.target_modules and experts and not targets.experts:

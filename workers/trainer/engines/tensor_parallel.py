@@ -127,7 +127,7 @@ class TensorParallel:
     def __init__(self, lm: Any, mesh: RankMesh) -> None:
         """`lm`: without weights, adapters already in it. Raises `ConfigError` for a model that cannot be split so."""
         self.size, self.rank, self.peers = mesh.num_parts, mesh.part, mesh.parts
-        styles = plan_of(lm, self.size)
+        styles = split_plan(lm, self.size)
         parallelize_module(lm, mesh.tensor, module_styles(lm, styles), src_data_rank=None)
         self._summed = [lm.get_submodule(name) for name, style in styles.items() if style == SUMMED]
 
@@ -159,7 +159,7 @@ class TensorParallel:
         dist.broadcast(tensor, group=self.peers, group_src=0)
 
 
-def plan_of(lm: Any, size: int) -> dict[str, str]:
+def split_plan(lm: Any, size: int) -> dict[str, str]:
     """The split of each module of the decoder layers, by its full name. Raises `ConfigError` where heads or widths do
     not divide, or the model asks for a way that is not known here."""
     text = packed_attention.text_model(lm).base_model

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.update.layout import PAD_ID
-from penstock.workers.trainer.update.pictures import Pictures
+from penstock.workers.trainer.update.picture_places import Pictures
 
 KEY = "trainer.sequence_parallel_size"
 ATTENTION = "penstock_ulysses"
@@ -47,9 +47,9 @@ class SequenceParallel:
         check(lm, self._size, tensor_parallel_size)
         text = packed_attention.text_model(lm)
         text.set_attn_implementation(ATTENTION)
-        text.base_model.register_forward_pre_hook(self._tell, with_kwargs=True)
+        text.base_model.register_forward_pre_hook(self._add_positions, with_kwargs=True)
 
-    def _tell(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _add_positions(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Add the positions of the base model's tokens in the whole row to its arguments."""
         read = keywords["input_ids"] if keywords.get("inputs_embeds") is None else keywords["inputs_embeds"]
         width = read.shape[1]

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError, ModelError, suggest
-from penstock.workers.models.context_length import longest_context
+from penstock.workers.models.model_files import longest_context
 from penstock.workers.pictures.families import auto_class
-from penstock.workers.trainer.models import packed_attention
-from penstock.workers.trainer.models import pictures as eyes
+from penstock.workers.trainer.models import packed_attention, vision
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, LogitChange, OutputLayer, whole_scores
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.layout import Blocks
-from penstock.workers.trainer.update.pictures import Pictures
-from penstock.workers.weights.stored import HEAD
+from penstock.workers.trainer.update.picture_places import Pictures
+from penstock.workers.weights.checkpoint_form import HEAD
 
 FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -96,14 +95,14 @@ class PolicyModel(nn.Module):
         one). `entropy`: "none"; "value", without gradient; "gradient". `temperature`: in the place of the model's; of
         each target, the bits of float32 as int32 `[N]`, since an engine in bfloat16 rounds all floating-point
         arguments. `own`: by the logits of the model's own forward, all of them at once; for `check_scores`. `pictures`:
-        what a model sees that has a vision tower; it has some in every call, if only a blank one. `likeliest`: a
+        those of a model with a vision tower, which has some in every call, if only a blank one. `likeliest`: a
         number of tokens; what `likeliest_tokens` says of them is returned instead.
         """
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
         if input_ids_BL is None:
             assert pictures is not None
-            return eyes.features(self.lm, pictures), None
+            return vision.features(self.lm, pictures), None
         if own:
             read = inputs_of(self.lm, input_ids_BL, blocks, pictures)
             logits_BLV = self.lm(use_cache=False, **read).logits
@@ -148,7 +147,7 @@ def check_scores(
     before = _random_state(ranks.device)
 
     def scores(rows: Tensor, blocks: Blocks | None, own: bool) -> Tensor:
-        pictures = eyes.nothing_to_see(model.lm, [8, 8], rows.shape, ranks.device)
+        pictures = vision.no_pictures(model.lm, [8, 8], rows.shape, ranks.device)
         logprobs_N: Tensor = forward(rows, positions_N, targets_N, "none", None, blocks, own, pictures)[0]
         return logprobs_N
 
@@ -185,10 +184,10 @@ def _random_state(device: torch.device) -> Tensor:
 def logit_change(config: Any) -> LogitChange:
     """What a model of this configuration makes of its output layer's product, as far as the names of settings tell.
     `check_scores` compares it with what it does."""
-    config = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
 
     def numbers(names: Sequence[str]) -> list[float]:
-        values = [getattr(config, name, None) for name in names]
+        values = [getattr(text, name, None) for name in names]
         return [float(value) for value in values if isinstance(value, int | float) and value]
 
     scale = math.prod(numbers(FACTORS)) / math.prod(numbers(DIVISORS))
@@ -223,7 +222,7 @@ def hidden_states(
 
 def inputs_of(lm: Any, input_ids_BL: Tensor, blocks: Blocks | None, pictures: Pictures | None) -> dict[str, Any]:
     """Keyword arguments that call a model, or its base model, with tokens, packed or not, and with pictures."""
-    return packed_attention.keywords(lm, blocks) | eyes.keywords(lm, input_ids_BL, pictures)
+    return packed_attention.keywords(lm, blocks) | vision.keywords(lm, input_ids_BL, pictures)
 
 
 def load_causal_lm(
@@ -237,12 +236,12 @@ def load_causal_lm(
     """
     from transformers import AutoConfig
 
-    with named_failure(path):
+    with load_errors(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
         lm = auto_class(config).from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
         )
-    return for_training(lm, checkpoint_layers)
+    return prepared_for_training(lm, checkpoint_layers)
 
 
 def open_causal_lm(
@@ -252,15 +251,15 @@ def open_causal_lm(
     Raises `ModelError`."""
     from transformers import AutoConfig
 
-    with named_failure(path):
+    with load_errors(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
         lm, weights = without_weights(
             lambda: auto_class(config).from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention),
             lambda: load_causal_lm(path, dtype=dtype, attention=attention),
             path,
         )
-        keep_generation_config(lm, path)
-    return for_training(lm, checkpoint_layers), weights
+        load_generation_config(lm, path)
+    return prepared_for_training(lm, checkpoint_layers), weights
 
 
 def open_scalar_lm(
@@ -294,7 +293,7 @@ def open_scalar_lm(
     if not has_head and HEAD in new:
         weights.add({HEAD: torch.zeros(lm.score.weight.shape)})
     lm.config.architectures = [type(lm).__name__]
-    return for_training(lm, checkpoint_layers), weights
+    return prepared_for_training(lm, checkpoint_layers), weights
 
 
 def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:
@@ -342,7 +341,7 @@ def max_length(lm: Any) -> int | None:
 
 
 @contextmanager
-def named_failure(path: str) -> Iterator[None]:
+def load_errors(path: str) -> Iterator[None]:
     """Raise `ModelError` for what transformers raises where there is no such model."""
     try:
         yield
@@ -350,13 +349,13 @@ def named_failure(path: str) -> Iterator[None]:
         raise ModelError(f"model.path={path}: no causal language model can be loaded from there: {error}") from error
 
 
-def for_training(lm: Any, checkpoint_layers: bool) -> Any:
+def prepared_for_training(lm: Any, checkpoint_layers: bool) -> Any:
     if checkpoint_layers:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm.train()
 
 
-def keep_generation_config(lm: Any, path: str) -> None:
+def load_generation_config(lm: Any, path: str) -> None:
     """Take the generation config of the checkpoint, where it has any, so that exports have it."""
     from transformers import GenerationConfig
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.workers.machine.cpu import cpu_entry
+from penstock.workers.runtime.processes import cpu_entry
 
 
 def use_fast_linears(lm: nn.Module) -> None:

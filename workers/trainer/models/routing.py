@@ -7,8 +7,8 @@ loss that keeps experts in even use, and the experts that the engine chose, in t
         logprobs_N, _ = engine.forward(…)
     loss = loss + coefficient * routers.balance(positions_N, rows_N, num_rows) / all_rows
 
-A router (`workers/routed_experts.py`) is watched by a hook, which may replace what it returns: so a model's forward
-stays as it is, and a layer that is computed again in backward sends its tokens where it sent them first.
+A router (`workers/models/routed_experts.py`) has a hook, which may replace what it returns: so a model's forward stays
+as it is, and a layer that is computed again in backward sends its tokens where it sent them first.
 
 Legend: B rows, L padded tokens, N places of all rows, E experts, K experts of a token, W bytes of a token's record.
 """
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError, DataError
-from penstock.workers.routed_experts import KEY as REPLAY_KEY
-from penstock.workers.routed_experts import RoutingShape, routers_of
+from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
+from penstock.workers.models.routed_experts import RoutingShape, routers_of
 
 KEY = "trainer.router_aux_loss_coef"
 

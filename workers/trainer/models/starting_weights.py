@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.workers.weights.stored import SAFETENSORS, check_weights, keys_of_model, stored_files
+from penstock.workers.weights.checkpoint_form import SAFETENSORS, check_weights, keys_of_model, stored_files
 
 CHUNK_BYTES = 4 * 2**20
 """Most bytes that are copied at once, and that stay mapped of a checkpoint: mapped pages count as memory."""
@@ -27,7 +27,7 @@ ALL = slice(None)
 _LOG = logging.getLogger("penstock")
 
 
-class NotByRange(Exception):
+class UnreadableByRange(Exception):
     """The reason why a checkpoint cannot be read range by range. Never leaves this module."""
 
 
@@ -142,7 +142,7 @@ def without_weights(
         lm.tie_weights()  # which making them empty has undone
         check_weights(lm, path, key, new)
         sources = _stored_weights(lm, path, set(new))
-    except NotByRange as reason:
+    except UnreadableByRange as reason:
         with torch.random.fork_rng(devices=[]):  # new parameters are drawn
             lm = load()
         num_bytes = sum(parameter.nbytes for parameter in lm.parameters())
@@ -182,14 +182,14 @@ def replace_parameters(
 
 
 def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
-    """A source for each parameter of `lm`; its persistent buffers get their values here. Raises `NotByRange`."""
+    """A source for each parameter of `lm`; its persistent buffers get their values here. Raises `UnreadableByRange`."""
     _check_plain(lm)
     stored = StoredTensors(stored_files(path))
     if not all(file.endswith(SAFETENSORS) for file in stored.files.values()):
-        raise NotByRange("it has no safetensors")
+        raise UnreadableByRange("it has no safetensors")
     found = keys_of_model(lm, stored)
     for name, key in found.converted.items():
-        raise NotByRange(f"transformers makes {name} of {key} and maybe others")
+        raise UnreadableByRange(f"transformers makes {name} of {key} and maybe others")
     keys, stacked = found.single, found.stacked
     names_of = defaultdict(list)
     for name, parameter in lm.named_parameters(remove_duplicate=False):
@@ -204,7 +204,7 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
             continue
         tied = [_checked(stored, name, keys[name], parameter) for name in names if name in keys]
         if not tied:
-            raise NotByRange(f"it has no {names[0]}")
+            raise UnreadableByRange(f"it has no {names[0]}")
         for other in tied[1:]:
             _check_same(names, tied[0], other)
         sources[names[0]] = tied[0]
@@ -212,25 +212,25 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
     for name, buffer in lm.state_dict().items():
         if name not in parameters:
             if name not in keys:
-                raise NotByRange(f"it has no {name}")
+                raise UnreadableByRange(f"it has no {name}")
             buffer.copy_(stored.slices(keys[name])[...])
     return sources
 
 
 def _check_plain(lm: Any) -> None:
-    """Raise `NotByRange` for checkpoints of which transformers makes something else than what lies in the files."""
+    """Raise `UnreadableByRange` where transformers makes something else of a checkpoint than what lies in its files."""
     if getattr(lm.config, "quantization_config", None) is not None:
-        raise NotByRange("it is quantized")
+        raise UnreadableByRange("it is quantized")
     if getattr(lm.config, "transformers_weights", None) is not None:
-        raise NotByRange("its configuration names a file of weights of its own")
+        raise UnreadableByRange("its configuration names a file of weights of its own")
     if lm.dtype != torch.float32 and (lm._keep_in_fp32_modules_strict or lm._keep_in_fp32_modules):
-        raise NotByRange(f"{type(lm).__name__} keeps some of its weights in float32")
+        raise UnreadableByRange(f"{type(lm).__name__} keeps some of its weights in float32")
 
 
 def _checked(stored: StoredTensors, name: str, key: str, parameter: Tensor) -> StoredTensor:
     tensor = stored[key]
     if tensor.shape != tuple(parameter.shape) or tensor.dtype not in STORED_DTYPES:
-        raise NotByRange(
+        raise UnreadableByRange(
             f"{key} is {tensor.dtype} of shape {list(tensor.shape)}, and {name} has {list(parameter.shape)}"
         )
     return tensor
@@ -241,7 +241,7 @@ def _stack(stored: StoredTensors, name: str, keys: list[list[str]], parameter: T
     stack = StackedTensor(tensors)
     kinds = {(tensor.dtype, tensor.shape[1:]) for some in tensors for tensor in some}
     if len(kinds) > 1 or stack.shape != tuple(parameter.shape) or stack.dtype not in STORED_DTYPES:
-        raise NotByRange(
+        raise UnreadableByRange(
             f"{keys[0][0]} and others are {stack.dtype} and make {list(stack.shape)}, and {name} has "
             f"{list(parameter.shape)}"
         )
@@ -249,12 +249,12 @@ def _stack(stored: StoredTensors, name: str, keys: list[list[str]], parameter: T
 
 
 def _check_same(names: list[str], one: StoredTensor, other: StoredTensor) -> None:
-    """Raise `NotByRange` where two stored weights that the configuration ties differ; only equal ones are tied."""
+    """Raise `UnreadableByRange` where stored weights that the configuration ties differ; only equal ones are tied."""
     step = _rows_at_once(torch.empty(one.shape, device="meta"))
     for start in range(0, one.shape[0], step):
         rows = slice(start, min(start + step, one.shape[0]))
         if not torch.equal(one[rows], other[rows]):
-            raise NotByRange(f"its configuration ties {' and '.join(names)}, which differ")
+            raise UnreadableByRange(f"its configuration ties {' and '.join(names)}, which differ")
 
 
 def _rows_at_once(tensor: Tensor) -> int:

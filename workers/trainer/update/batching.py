@@ -9,7 +9,7 @@ none is cut apart from the others of its row.
 
 Legend: B rows of the micro-batch, S their sequences (S = B where none is a trajectory), L tokens of the longest one, T
 of the longest response, N response tokens. Packed, S is 1 and L the tokens of all sequences. W bytes of a token's
-record (`workers/routed_experts.py`).
+record (`workers/models/routed_experts.py`).
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ from penstock.algorithms.graph.columns import CANDIDATES, ROUTED_EXPERTS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.layout import PAD_ID, Blocks, Layout, Trees
-from penstock.workers.trainer.update.pictures import Eyes, Pictures, pictures_of, place
+from penstock.workers.trainer.update.picture_places import PictureReader, Pictures, pictures_of, place
 from penstock.workers.trainer.update.sequences import TARGETS, TEMPERATURES, Shapes, select, sequences_of, shapes_of
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
-SEVERAL = (CANDIDATES, "teacher_candidates")
+CANDIDATE_COLUMNS = (CANDIDATES, "teacher_candidates")
 """Columns with several values for each response token, as many for each of them."""
-UNKNOWN = -1
+UNREAD = -1
 """Byte of the record of a token that no engine has read: the last of a sequence, and padding."""
 
 
@@ -69,7 +69,7 @@ class MicroBatch:
     blocks: Blocks | Trees | None = None
     """Blocks of `input_ids_SL`, one a sequence, or trees of them; None: sequences are padded."""
     experts_SLW: Tensor | None = None
-    """Records of the experts that the engine chose, `[S * L, W]` int16, `UNKNOWN` where it has not read the token;
+    """Records of the experts that the engine chose, `[S * L, W]` int16, `UNREAD` where it has not read the token;
     None: not recorded."""
     pictures: Pictures | None = None
     """What the model sees, if only a blank picture; None: it reads text only. It stays on the host until it is read: in
@@ -94,7 +94,7 @@ class MicroBatch:
         """Places that predict what is `scored`, one for each of its rows."""
         return self.positions_N[:: self.targets_each]
 
-    def unfolded(self, values: Tensor) -> Tensor:
+    def per_target(self, values: Tensor) -> Tensor:
         """Values of each of the targets, `[N]`, of what the model answers for `scored`: one for each, or for each
         place."""
         if self.targets_each == 1:
@@ -253,11 +253,11 @@ def collate(
     *,
     packed: bool = False,
     shared: bool = False,
-    eyes: Eyes | None = None,
+    reader: PictureReader | None = None,
 ) -> MicroBatch:
     """Make one micro-batch of the rows at these positions; `columns`: names of further columns to hand to the loss.
     `packed`: without padding, the longest sequence first. `shared`: as trees of each group's sequences, without records
-    of experts and pictures. `eyes`: of a model that sees.
+    of experts and pictures. `reader`: of a model that sees.
 
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding; those of candidates
     `[B, T, J]`. Rows with `target_ids`
@@ -276,7 +276,7 @@ def collate(
     row_N, token_N = np.nonzero(mask_BT)
     ids_SL, targets_N = layout.ids_SL, sequences.targets_N
     lengths_S, starts_S = layout.lengths_S, layout.starts_S
-    seen = None if eyes is None else pictures_of(rows, positions, lengths_S, starts_S, ids_SL.shape, eyes)
+    seen = None if reader is None else pictures_of(rows, positions, lengths_S, starts_S, ids_SL.shape, reader)
     batch = MicroBatch(
         rows=np.asarray(positions),
         input_ids_SL=torch.from_numpy(ids_SL),
@@ -301,7 +301,9 @@ def collate(
     return batch
 
 
-def dummy(device: torch.device | None = None, *, packed: bool = False, eyes: Eyes | None = None) -> MicroBatch:
+def dummy(
+    device: torch.device | None = None, *, packed: bool = False, reader: PictureReader | None = None
+) -> MicroBatch:
     """A micro-batch of one prompt and one response token that count for nothing: keeps a rank without rows in step with
     the others' collectives.
     """
@@ -310,8 +312,8 @@ def dummy(device: torch.device | None = None, *, packed: bool = False, eyes: Eye
     mask_BT = torch.zeros(1, 1, dtype=torch.bool)
     blocks = Blocks.of([2]) if packed else None
     pictures = None
-    if eyes is not None:
-        pictures = place([[]], np.array([2]), np.array([0]), (1, 2), eyes.merge, eyes.blank)
+    if reader is not None:
+        pictures = place([[]], np.array([2]), np.array([0]), (1, 2), reader.merge, reader.blank)
     batch = MicroBatch(
         np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero, zero, blocks=blocks, pictures=pictures
     )
@@ -324,10 +326,10 @@ def pad_plan(
     device: torch.device | None = None,
     *,
     packed: bool = False,
-    eyes: Eyes | None = None,
+    reader: PictureReader | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches, followed by dummies up to `count`, which is the largest number on any rank."""
-    return batches + [dummy(device, packed=packed, eyes=eyes) for _ in range(count - len(batches))]
+    return batches + [dummy(device, packed=packed, reader=reader) for _ in range(count - len(batches))]
 
 
 def split_rows(batch: MicroBatch, values_N: Tensor) -> list[np.ndarray]:
@@ -341,7 +343,7 @@ def _column(rows: Rows, name: str, positions: np.ndarray, mask_BT: np.ndarray) -
         return torch.from_numpy(rows.values(name)[positions].astype(np.float32))
     arrays, lengths = select(rows.arrays(name), positions), mask_BT.sum(axis=1).tolist()
     several = 0
-    if name in SEVERAL:
+    if name in CANDIDATE_COLUMNS:
         several = sum(map(len, arrays)) // max(1, sum(lengths)) or 1
     for position, array, length in zip(positions.tolist(), arrays, lengths, strict=True):
         if len(array) != length * (several or 1):
@@ -384,7 +386,7 @@ def _experts(
             f"row {rows.row_ids[positions[0]]} and those with it: column {ROUTED_EXPERTS!r} has {len(records)} bytes "
             f"for {len(places)} tokens. It has a record of equal size for every token but the last of a sequence."
         )
-    experts_SLW = np.full((num_places, width), UNKNOWN, np.int16)
+    experts_SLW = np.full((num_places, width), UNREAD, np.int16)
     experts_SLW[places] = records.reshape(-1, width)
     return torch.from_numpy(experts_SLW)
 

@@ -125,7 +125,7 @@ class Trees:
     @classmethod
     def of(cls, token_ids: Sequence[np.ndarray], group_S: np.ndarray) -> tuple[Self, list[np.ndarray]]:
         """Trees of sequences, and the places of the tokens of each. `group_S`: sequences of one group alone share."""
-        order, shared_S = alike(token_ids, group_S)
+        order, shared_S = shared_prefixes(token_ids, group_S)
         num_new = [len(token_ids[number]) - shared for number, shared in zip(order, shared_S, strict=True)]
         starts = np.concatenate([[0], np.cumsum(num_new)]).astype(np.int64)
         num_tokens = int(starts[-1])
@@ -151,7 +151,7 @@ class Trees:
         return Trees(positions, ends, self.blocks)
 
 
-def alike(token_ids: Sequence[np.ndarray], group_S: np.ndarray) -> tuple[list[int], list[int]]:
+def shared_prefixes(token_ids: Sequence[np.ndarray], group_S: np.ndarray) -> tuple[list[int], list[int]]:
     """The sequences in an order in which those that begin alike are neighbours, and how many tokens each shares with
     the one before it: none with one of another group, nor fewer than `LEAST_SHARED`."""
     keys = [(int(group), ids.astype(">u4").tobytes()) for group, ids in zip(group_S, token_ids, strict=True)]

@@ -31,8 +31,8 @@ from penstock.workers.protocols import Loss
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch, plan_packed
-from penstock.workers.trainer.update.layout import alike
-from penstock.workers.trainer.update.pictures import Eyes, picture_weights
+from penstock.workers.trainer.update.layout import shared_prefixes
+from penstock.workers.trainer.update.picture_places import PictureReader, picture_weights
 from penstock.workers.trainer.update.sequences import Shapes, sequences_of
 
 
@@ -57,7 +57,7 @@ def plan_trees(
         """Tokens of these rows' sequences, and what is left of them in a tree."""
         ids = [sequences.token_ids[one] for row in members for one in range(of_row[row], of_row[row + 1])]
         num_tokens = sum(map(len, ids))
-        return num_tokens, num_tokens - sum(alike(ids, np.zeros(len(ids), np.int64))[1])
+        return num_tokens, num_tokens - sum(shared_prefixes(ids, np.zeros(len(ids), np.int64))[1])
 
     for members in _groups(rows.group_ids[positions]):
         num_tokens, num_left = size_of(members)
@@ -69,7 +69,7 @@ def plan_trees(
             sizes.append(num_left)
             continue
         part: list[int] = []
-        for row in _alike_rows(members, [sequences.token_ids[of_row[row]] for row in members]):
+        for row in _by_shared_prefix(members, [sequences.token_ids[of_row[row]] for row in members]):
             if part and size_of([*part, row])[1] > max_tokens:
                 trees.append(part)
                 sizes.append(size_of(part)[1])
@@ -90,9 +90,9 @@ def _groups(group_ids: np.ndarray) -> Iterator[list[int]]:
         yield np.flatnonzero(group_ids == group).tolist()
 
 
-def _alike_rows(members: list[int], first_ids: list[np.ndarray]) -> list[int]:
+def _by_shared_prefix(members: list[int], first_ids: list[np.ndarray]) -> list[int]:
     """The rows, those whose first sequences begin alike next to each other."""
-    order, _ = alike(first_ids, np.zeros(len(members), np.int64))
+    order, _ = shared_prefixes(first_ids, np.zeros(len(members), np.int64))
     return [members[number] for number in order]
 
 
@@ -176,14 +176,14 @@ class Batcher:
     others a row may come out with other last bits."""
     packed: bool = False
     """True if rows of a micro-batch lie one after the other, without padding."""
-    eyes: Eyes | None = None
-    """The processor of a model that sees; None: it reads text only."""
+    reader: PictureReader | None = None
+    """Reads the pictures of a vision model; None: it reads text only."""
     sharing: str = "never"
     """Whether rows of a group are computed as trees: never, auto (where it pays), or always. Rows alone never are."""
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
         """Cut all rows for a pass without a loss."""
-        self._look(rows)
+        self._prepare_pictures(rows)
         parts = np.arange(len(rows)).reshape(-1, 1) if self.rows_alone else [np.arange(len(rows))]
         batches = [batch for part in parts for batch in self._cut(rows, part, ())]
         count = max(self.ranks.gather(len(batches)))
@@ -191,7 +191,7 @@ class Batcher:
 
     def minibatches(self, rows: Rows, inputs: LossArguments, count: int) -> list[Minibatch]:
         """Make `count` minibatches, one for each optimizer step of an update, with the columns that the loss takes."""
-        self._look(rows)
+        self._prepare_pictures(rows)
         columns = inputs.columns
         if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
             columns = (*columns, "behavior_logprobs")
@@ -208,9 +208,9 @@ class Batcher:
             minibatches.append(Minibatch(self._pad(batches, max(number for number, _ in others)), totals))
         return minibatches
 
-    def _look(self, rows: Rows) -> None:
-        if self.eyes is not None:
-            self.eyes.look(rows)
+    def _prepare_pictures(self, rows: Rows) -> None:
+        if self.reader is not None:
+            self.reader.prepare(rows)
 
     def _cut(
         self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
@@ -225,13 +225,13 @@ class Batcher:
             )  # fmt: skip
         cuts = self._plan(rows, positions, Shapes(*(of_rows[positions] for of_rows in shapes)), whole_groups)
         batches = [batching.collate(rows, cut, columns, shared=True) for cut in trees]
-        batches += [batching.collate(rows, cut, columns, packed=self.packed, eyes=self.eyes) for cut in cuts]
+        batches += [batching.collate(rows, cut, columns, packed=self.packed, reader=self.reader) for cut in cuts]
         return [batch.to(self.ranks.device) for batch in batches]
 
     def _plan(self, rows: Rows, positions: np.ndarray, shapes: Shapes, whole_groups: bool) -> list[np.ndarray]:
         """Positions of each micro-batch of rows that share nothing. `shapes`: theirs."""
         budget, groups = self.config.microbatch_tokens, rows.group_ids[positions] if whole_groups else None
-        seen = None if self.eyes is None else picture_weights(rows, positions, self.eyes)
+        seen = None if self.reader is None else picture_weights(rows, positions, self.reader)
         if self.packed:
             cuts = batching.plan_packed(shapes.num_tokens + (0 if seen is None else seen), budget, groups)
         elif groups is not None:
@@ -241,7 +241,7 @@ class Batcher:
         return [positions[cut] for cut in cuts]
 
     def _pad(self, batches: list[MicroBatch], count: int) -> list[MicroBatch]:
-        return batching.pad_plan(batches, count, self.ranks.device, packed=self.packed, eyes=self.eyes)
+        return batching.pad_plan(batches, count, self.ranks.device, packed=self.packed, reader=self.reader)
 
 
 def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:

@@ -154,7 +154,7 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
     cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, *records, *places, "context_ids", SPANS)}
     arrays = {name: rows.arrays(name) for name in cut}
     for index, of_row in enumerate(versions):
-        context, spans, kept = _as_context(
+        context, spans, kept = _demote_old_turns(
             arrays["context_ids"][index], arrays["response_ids"][index], arrays[SPANS][index], of_row, oldest
         )
         cut["context_ids"].append(context)
@@ -162,10 +162,10 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
         for name in names:
             cut[name].append(arrays[name][index][kept])
         for name in records:
-            is_read = _is_read(arrays[SPANS][index], kept)
+            is_read = _reads_record(arrays[SPANS][index], kept)
             cut[name].append(arrays[name][index].reshape(len(is_read), -1)[is_read].reshape(-1))
         for name in places:
-            cut[name].append(_still_seen(arrays[name][index], arrays[SPANS][index], kept))
+            cut[name].append(_remaining_pictures(arrays[name][index], arrays[SPANS][index], kept))
     for name, values in cut.items():
         rows = rows.with_column(name, values)
     return rows
@@ -204,7 +204,7 @@ def select(arrays: Sequence[np.ndarray], positions: np.ndarray) -> list[np.ndarr
     return [arrays[position] for position in positions.tolist()]
 
 
-def _as_context(
+def _demote_old_turns(
     context: np.ndarray, response: np.ndarray, spans: np.ndarray, versions: np.ndarray, oldest: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Context and spans of one row without its old turns, and a bool for each of its sampled tokens: whether it is
@@ -228,7 +228,7 @@ def _as_context(
     return np.concatenate(contexts), np.asarray(runs, spans.dtype), kept
 
 
-def _is_read(spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def _reads_record(spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """A bool for each token of one row but the last of each segment: whether it is read without the old turns. `kept`:
     whether each sampled token is left."""
     lengths, read = _lengths(spans, kept)
@@ -236,7 +236,7 @@ def _is_read(spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(0, bool), *parts])
 
 
-def _still_seen(ranges: np.ndarray, spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def _remaining_pictures(ranges: np.ndarray, spans: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Segments and places of one row's pictures without the old turns."""
     _, read = _lengths(spans, kept)
     table = ranges.reshape(-1, 3).copy()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.calls.training_calls import AdapterState, Datum
+from penstock.workers.protocols import AdapterState, Datum
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.slot_trainer import SlotTrainer, with_slot
 

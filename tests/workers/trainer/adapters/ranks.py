@@ -16,7 +16,7 @@ import torch
 
 from penstock.conf.errors import DataError
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.calls.training_calls import WHOLE, AdamParams, AdapterSpec, Datum, LossCall
+from penstock.workers.protocols import WHOLE, AdamParams, AdapterSpec, Datum, LossCall
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.slot_trainer import SlotTrainer, with_slot
 from tests.workers.trainer.adapters.conftest import MAX_RANK, data_of

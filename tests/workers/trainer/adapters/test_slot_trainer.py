@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, LossCall
+from penstock.workers.protocols import AdamParams, AdapterSpec, AdapterState, Datum, LossCall
 from penstock.workers.trainer.slot_trainer import SlotTrainer, initial_a, with_slot
 from tests.workers.trainer.adapters.conftest import MAX_RANK, assert_equal, data_of
 

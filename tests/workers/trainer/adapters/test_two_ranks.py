@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.workers.calls.training_calls import AdapterState
 from penstock.workers.fresh_model import build_fresh_model
+from penstock.workers.protocols import AdapterState
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.adapters import ranks
 from tests.workers.trainer.adapters.conftest import assert_equal

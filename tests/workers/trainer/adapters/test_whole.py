@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.conf.errors import DataError
-from penstock.workers.calls.training_calls import WHOLE, AdamParams, AdapterSpec, AdapterState, LossCall
+from penstock.workers.protocols import WHOLE, AdamParams, AdapterSpec, AdapterState, LossCall
 from penstock.workers.trainer.slot_trainer import SlotTrainer
 from tests.workers.trainer.adapters.conftest import assert_equal, data_of
 

@@ -6,7 +6,7 @@ import torch
 from penstock.workers.trainer.checkpointing import saver
 from penstock.workers.trainer.checkpointing.saver import ALIGNMENT, HostCopy, num_copy_bytes
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.device_copies import DeviceCopies
+from penstock.workers.weights.publication.publication import DeviceCopies
 
 
 @pytest.mark.parametrize("on_device", [False, True])

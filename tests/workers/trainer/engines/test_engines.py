@@ -12,7 +12,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.protocols import AdamParams
 from penstock.workers.trainer.engines.engine import learning_rate, make_engine
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm, open_causal_lm
 from penstock.workers.trainer.models.token_scores import LogitChange

@@ -28,8 +28,8 @@ from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import adapted_layers, deltas, layer_shapes, layout_of, targets_of
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
-from penstock.workers.weights.publication.reused_files import WEIGHTS_NAME
+from penstock.workers.weights.publication.publication_files import MappedWeights, open_publication
+from penstock.workers.weights.publication.publication_files import WEIGHTS_NAME
 from tests.model_files import logprobs_by
 from tests.workers.weights.chain.relays import Cluster
 
@@ -112,7 +112,7 @@ def test_what_is_published_alone_adds_up_to_what_is_published_merged(
     trainer = trained(make_trainer, make_rows, lora=ALONE)
     base = load_file(Path(model_path) / "model.safetensors")
     merged = weights_of(trainer)
-    mapped = MappedWeights(open_publication(trainer.publish(str(tmp_path), 1)))
+    mapped = MappedWeights(trainer.publish(str(tmp_path), 1))
     changes = {f"{layer}.weight": delta for layer, delta in deltas(mapped, ALONE)}
     assert len(changes) == 14
     for name, weight in merged.items():

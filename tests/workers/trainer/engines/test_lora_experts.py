@@ -17,7 +17,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
-from penstock.workers.trainer.engines.tensor_parallel import plan_of
+from penstock.workers.trainer.engines.tensor_parallel import split_plan
 from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import targets_of
@@ -176,7 +176,7 @@ def test_experts_that_are_stored_turned_are_not_offered() -> None:
 def test_adapters_of_experts_are_not_split(make_trainer: Make, paths: dict[str, str]) -> None:
     trainer = make_trainer(path=paths["mixtral"], lora=EXPERTS)
     with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel_size=2: adapters of experts .* are not split"):
-        plan_of(trainer.model.lm, 2)
+        split_plan(trainer.model.lm, 2)
 
 
 def test_adapters_of_experts_are_not_compiled(make_trainer: Make, paths: dict[str, str]) -> None:

@@ -15,9 +15,9 @@ from penstock.orchestrator.observability.diagnosis import History, mismatch
 from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel
-from penstock.workers.trainer.models.pictures import blank_picture, freeze_tower, tower_of, weight_of
+from penstock.workers.trainer.models.vision import blank_picture, freeze_tower, tower_cost, vision_tower
 from penstock.workers.trainer.update.layout import Blocks
-from penstock.workers.trainer.update.pictures import Pictures, Placed, num_tokens, place
+from penstock.workers.trainer.update.picture_places import Pictures, PlacedPicture, num_tokens, place
 from tests.workers.trainer.seeing import PAD, merge_of, model_that_sees, picture
 
 GAP = 1e-5
@@ -32,19 +32,19 @@ ROWS: dict[str, list[tuple[int, str, int, int]]] = {
     "none": [], "one": [(4, "a", 4, 6)], "two": [(2, "b", 8, 4), (3, "a", 4, 6)]
 }  # fmt: skip
 """Pictures of a row, each after so many tokens of text: key, height and width in patches."""
-Row = tuple[list[int], list[Placed]]
+Row = tuple[list[int], list[PlacedPicture]]
 
 
 def row_of(lm: Any, name: str, seed: int = 0) -> Row:
-    kind, random, ids, placed = lm.config.model_type, np.random.RandomState(seed), list[int](), list[Placed]()
+    kind, random, ids, placed = lm.config.model_type, np.random.RandomState(seed), list[int](), list[PlacedPicture]()
     for text, key, height, width in ROWS[name]:
         ids += random.randint(7, 128, text).tolist()
-        placed.append(Placed(picture(key, height, width, kind), len(ids)))
+        placed.append(PlacedPicture(picture(key, height, width, kind), len(ids)))
         ids += [PAD] * num_tokens(placed[-1].picture.grid, merge_of(kind))
     return ids + random.randint(7, 128, 9).tolist(), placed
 
 
-def own_logprobs(lm: Any, ids: list[int], placed: list[Placed]) -> Tensor:
+def own_logprobs(lm: Any, ids: list[int], placed: list[PlacedPicture]) -> Tensor:
     """By the model's own forward, with its own positions."""
     ids_1L, family = torch.tensor([ids]), FAMILIES[lm.config.model_type]
     seen = {}
@@ -167,7 +167,7 @@ def gradients(lm: Any, name: str) -> dict[str, Tensor]:
     logprobs.sum().backward()
     found = {
         f"{number}.{key}": parameter.grad
-        for number, module in enumerate(tower_of(lm))
+        for number, module in enumerate(vision_tower(lm))
         for key, parameter in module.named_parameters()
         if parameter.grad is not None
     }
@@ -189,7 +189,7 @@ def test_a_frozen_tower_gets_no_gradient_and_the_text_does(lm: Any) -> None:
     ids, positions, targets, pictures = batch_of(lm, [row_of(lm, "two")])
     logprobs, _ = PolicyModel(lm)(ids, positions, targets, pictures=pictures)
     logprobs.sum().backward()
-    tower = [parameter for module in tower_of(lm) for parameter in module.parameters()]
+    tower = [parameter for module in vision_tower(lm) for parameter in module.parameters()]
     assert count == sum(parameter.numel() for parameter in tower) > 0
     assert all(parameter.grad is None for parameter in tower)
     assert lm.get_input_embeddings().weight.grad is not None
@@ -203,5 +203,5 @@ def test_a_picture_weighs_what_its_patches_and_those_that_they_attend_to_cost() 
     lm = model_that_sees("qwen2_5_vl")
     of_tower = sum(parameter.numel() for parameter in lm.model.visual.parameters())
     of_text = sum(parameter.numel() for parameter in lm.model.language_model.layers.parameters())
-    assert weight_of(lm)((1, 4, 6)) == math.ceil(24 * (of_tower + 2 * 32 * (16 + 24)) / of_text)
-    assert weight_of(lm)((1, 40, 60)) > 100 * weight_of(lm)((1, 4, 6))
+    assert tower_cost(lm)((1, 4, 6)) == math.ceil(24 * (of_tower + 2 * 32 * (16 + 24)) / of_text)
+    assert tower_cost(lm)((1, 40, 60)) > 100 * tower_cost(lm)((1, 4, 6))

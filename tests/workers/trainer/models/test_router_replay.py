@@ -15,13 +15,13 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.rollout import RolloutConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.agents.trajectory import Trajectory, row_columns
+from penstock.workers.models.routed_experts import RoutingShape
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.rollout_worker import response_columns
-from penstock.workers.routed_experts import RoutingShape
 from penstock.workers.trainer.models.routing import Routers, check_weights
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trajectory import Trajectory, row_columns
 from tests.mixtures import SIZES, build_mixture
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import assert_same

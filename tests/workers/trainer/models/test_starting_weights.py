@@ -26,7 +26,7 @@ from penstock.conf.errors import ModelError
 from penstock.workers.trainer.models import starting_weights
 from penstock.workers.trainer.models.language_model import load_causal_lm, open_causal_lm, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.weights.stored import HEAD
+from penstock.workers.weights.checkpoint_form import HEAD
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -52,7 +52,7 @@ from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.publication import device_copies
-from penstock.workers.weights.publication.reading import mapped_publication
+from penstock.workers.weights.publication.publication_files import MappedWeights
 from tests.mixtures import build_mixture
 from tests.workers.trainer.conftest import random_rows
 from tests.workers.trainer.several_ranks.ranks import LINEAR, gathered_by_layer
@@ -260,7 +260,7 @@ def publications_and_exports_come_from_there() -> None:
     expected, there = {piece.name: piece.values.cpu() for piece in trainer.engine.pieces()}, live_bytes()
     trainer.begin_publishing(str(PATHS[1] / "weights"), 1)
     trainer.update(rows_of(1), ppo_clip_loss)
-    published = mapped_publication(trainer.finish_publishing(1, 600))
+    published = MappedWeights(trainer.finish_publishing(1, 600))
     assert_near(expected, {name: values.reshape(-1) for name, values in published.tensors()}, 0.0)
     assert live_bytes() == there
     expected = {piece.name: piece.values.cpu() for piece in trainer.engine.pieces()}
@@ -357,7 +357,7 @@ def failure_of(claim: Callable[[], None]) -> str | None:
 if __name__ == "__main__":
     PATHS.extend(map(Path, sys.argv[1:3]))
     torch.set_num_threads(1)
-    engine.MIN_BYTES = 0
+    engine.MIN_OFFLOADED_BYTES = 0
     gc.freeze()  # what is imported is no garbage, and is not looked through each time
     Ranks.join(TrainerConfig(num_gpus_per_rank=int(ON_A_GPU)))  # the process group, which all trainers share
     if ON_A_GPU:

@@ -30,8 +30,7 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.tally import with_explained_variance
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.streaming.weight_stream import WeightStream
-from penstock.workers.weights.trainer_side import TrainerSide
+from penstock.workers.weights.weight_senders import SendingRank, WeightStream
 from tests.workers.trainer.conftest import copied
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
@@ -181,7 +180,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         result = one_update(trainers[-1], every_row.select(share_of(rank, num_ranks, options)))
         result["refusal"] = refusal
         trainers[-1].publish(str(directory / scenario), 1)
-        side = TrainerSide.of(trainers[-1])
+        side = SendingRank.of(trainers[-1])
         result["streamed"] = dict(WeightStream(side.pieces, side.dtype, side.device, side.gather))
         if config.lora.rank:
             trainers[-1].config = replace(config, lora=replace(config.lora, publish="adapter"))

@@ -80,7 +80,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: Path, directory:
 
         def made(config: TrainerConfig = config, model: str = str(models / kind)) -> PolicyTrainer:
             trainers.append(PolicyTrainer(config, model, Ranks.join(config, rank, num_ranks, address)))
-            trainers[-1].see(MadeUp(trainers[-1].model.lm.config))
+            trainers[-1].attach_vision(MadeUp(trainers[-1].model.lm.config))
             trainers[-1].check_scores()
             return trainers[-1]
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.publication_files import MappedWeights
 from tests.model_files import load_model
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import ENGINES, put_state, whole_state
@@ -125,7 +125,7 @@ def test_a_version_is_that_of_its_beginning_whatever_is_trained_meanwhile(two: P
     assert after != before
     for version in (2, 3):
         path = two / engine / way / f"v{version:08d}"
-        MappedWeights(open_publication(Publication(str(path), version))).verify()
+        MappedWeights(Publication(str(path), version)).verify()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

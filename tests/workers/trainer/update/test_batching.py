@@ -84,7 +84,7 @@ def test_records_of_experts_are_at_the_places_of_their_tokens(packed: bool, expe
     batch = batching.collate(rows, np.array([0, 1]), packed=packed)
     assert batch.experts_SLW is not None
     assert batch.experts_SLW.flatten().tolist()[: len(expected)] == expected
-    assert (batch.experts_SLW.flatten()[len(expected) :] == batching.UNKNOWN).all()
+    assert (batch.experts_SLW.flatten()[len(expected) :] == batching.UNREAD).all()
     assert batch.to(torch.device("meta")).experts_SLW.shape == (7 if packed else 8, 1)
 
 
@@ -228,8 +228,8 @@ def test_a_place_with_several_targets_meets_the_output_layer_once() -> None:
     assert batch.scored.tolist() == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     assert batch.places.tolist() == batch.positions_N[::2].tolist() == batch.positions_N[1::2].tolist()
     answers = torch.arange(10.0).view(5, 2)
-    assert batch.unfolded(answers).tolist() == list(range(10))
-    assert batch.unfolded(torch.arange(5.0)).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert batch.per_target(answers).tolist() == list(range(10))
+    assert batch.per_target(torch.arange(5.0)).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_rows_with_different_numbers_of_targets_are_scored_one_by_one() -> None:

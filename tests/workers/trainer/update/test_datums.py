@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import DataError
-from penstock.workers.calls.training_calls import Datum, LossCall
-from penstock.workers.trainer.datum_trainer import Limits, rows_of
+from penstock.workers.protocols import Datum, LossCall
+from penstock.workers.trainer.datum_trainer import ModelLimits, rows_of
 
-LIMITS = Limits(None, 16, 16)
+LIMITS = ModelLimits(None, 16, 16)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "dro"])

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.update.pictures import Picture, Placed, num_tokens, pictures_of, place, rope_positions
+from penstock.workers.trainer.update.picture_places import (
+    Picture,
+    PlacedPicture,
+    num_tokens,
+    pictures_of,
+    place,
+    rope_positions,
+)
 
 MERGE = 2
 BLANK = Picture("", np.zeros((4, 3), np.float32), (1, 2, 2))
@@ -25,7 +32,7 @@ def test_the_same_picture_is_there_once_and_its_features_go_to_all_its_places() 
     """Two sequences of 6 and 9 tokens in rows of 9: `a` has 2 features and `b` 4. The first has `a` at 1, the second
     `a` at 0 and `b` at 4."""
     a, b = picture("a", 2, 4), picture("b", 4, 4)
-    placed = [[Placed(a, 1)], [Placed(a, 0), Placed(b, 4)]]
+    placed = [[PlacedPicture(a, 1)], [PlacedPicture(a, 0), PlacedPicture(b, 4)]]
     found = place(placed, np.array([6, 9]), np.array([0, 9]), (2, 9), MERGE, BLANK)
     assert found.grids_K3.tolist() == [[1, 2, 4], [1, 4, 4]]
     assert found.pixels_PC[:, 0].tolist() == [ord("a")] * 8 + [ord("b")] * 16
@@ -35,7 +42,7 @@ def test_the_same_picture_is_there_once_and_its_features_go_to_all_its_places() 
 
 
 def test_sequences_one_after_the_other_have_the_positions_that_they_have_alone() -> None:
-    placed = [[Placed(picture("a", 2, 4), 1)], [], [Placed(picture("b", 4, 4), 0)]]
+    placed = [[PlacedPicture(picture("a", 2, 4), 1)], [], [PlacedPicture(picture("b", 4, 4), 0)]]
     lengths = np.array([5, 3, 6])
     packed = place(placed, lengths, np.array([0, 5, 8]), (1, 14), MERGE, BLANK).position_ids_3SL[:, 0]
     alone = [rope_positions(one, length, MERGE) for one, length in zip(placed, lengths.tolist(), strict=True)]
@@ -52,7 +59,7 @@ def test_without_pictures_there_is_a_blank_one_that_goes_nowhere() -> None:
 def test_a_rank_that_has_some_columns_reads_the_features_that_go_there() -> None:
     """Rows of 9 in two halves of 5: places 1, 2 of the first row and 0, 1, 4 of the second are in the first half."""
     a, b = picture("a", 2, 4), picture("b", 4, 4)
-    placed = [[Placed(a, 1)], [Placed(a, 0), Placed(b, 4)]]
+    placed = [[PlacedPicture(a, 1)], [PlacedPicture(a, 0), PlacedPicture(b, 4)]]
     whole = place(placed, np.array([6, 9]), np.array([0, 9]), (2, 9), MERGE, BLANK)
     first, second = (whole.columns(start, 5, 9) for start in (0, 5))
     assert first.places_F.tolist() == [1, 2, 5, 6, 9]
@@ -66,7 +73,7 @@ def test_features_that_are_known_are_there_in_the_place_of_pixels() -> None:
         replace(picture(key, 2, 4), pixels_PC=np.zeros((0, 3), np.float32), features_UE=torch.full((2, 5), number))
         for key, number in (("a", 1.0), ("b", 2.0))
     )
-    found = place([[Placed(b, 0), Placed(a, 3)]], np.array([6]), np.array([0]), (1, 6), MERGE, BLANK)
+    found = place([[PlacedPicture(b, 0), PlacedPicture(a, 3)]], np.array([6]), np.array([0]), (1, 6), MERGE, BLANK)
     assert found.features_UE is not None
     assert found.features_UE[:, 0].tolist() == [2.0, 2.0, 1.0, 1.0]
     assert len(found.pixels_PC) == 0
@@ -75,7 +82,7 @@ def test_features_that_are_known_are_there_in_the_place_of_pixels() -> None:
 
 @pytest.mark.parametrize("offsets", [(0, 1), (0, 9), (3, 0)], ids=["one in another", "beyond the end", "out of order"])
 def test_pictures_that_do_not_fit_are_refused(offsets: tuple[int, int]) -> None:
-    placed = [Placed(picture("a", 2, 4), offset) for offset in offsets]
+    placed = [PlacedPicture(picture("a", 2, 4), offset) for offset in offsets]
     with pytest.raises(DataError, match="a picture has tokens"):
         rope_positions(placed, 10, MERGE)
 
@@ -85,7 +92,7 @@ class Keyed:
 
     merge, blank, token_ids = MERGE, BLANK, ()
 
-    def see(self, encoded: Any) -> Picture:
+    def read(self, encoded: Any) -> Picture:
         key = bytes(encoded).decode()
         return picture(key, 2 if key == "a" else 4, 4)
 
@@ -123,9 +130,9 @@ def test_a_picture_of_a_turn_with_another_number_of_features_is_refused() -> Non
 )
 def test_text_goes_on_after_the_longer_side_of_each_picture(parts: list[tuple[int, int, int]], tail: int) -> None:
     """Whatever comes before it: a token of text is one further than the largest position so far."""
-    placed, length = list[Placed](), 0
+    placed, length = list[PlacedPicture](), 0
     for text, height, width in parts:
-        placed.append(Placed(picture("a", 2 * height, 2 * width), length + text))
+        placed.append(PlacedPicture(picture("a", 2 * height, 2 * width), length + text))
         length += text + height * width
     positions, is_picture = rope_positions(placed, length + tail, MERGE), np.zeros(length + tail, bool)
     for one in placed:

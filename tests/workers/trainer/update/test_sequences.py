@@ -13,11 +13,11 @@ from penstock.conf.errors import DataError
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.agents.trajectory import Trajectory, Turn, row_columns, segments_of
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import sequences_of, shapes_of, without_old_turns
-from penstock.workers.trajectory import Trajectory, Turn, row_columns, segments_of
 from tests.amounts import amount
 from tests.workers.histories import random_turns, turn
 

@@ -1,6 +1,6 @@
 """How a model with a vision tower reads pictures: the tower's features among the embeddings of text.
 
-Features go to the places that `update/pictures.py` names, whatever ids are there; those of some families
+Features go to the places that `update/picture_places.py` names, whatever ids are there; those of some families
 (`workers/pictures/families.py`) to the hidden states of the first layers, too. A rank without a picture runs the tower
 too, on a blank one: where parameters are sharded, its peers wait for it in every layer.
 
@@ -9,8 +9,8 @@ several passes over the same rows, and rows of one group, read each picture once
 same under every version. So they are kept in the place of pixels, and serve old and new policy, later epochs, and all
 rows that have the picture:
 
-    look(rows) ─▶ pictures whose features are not known ─▶ the tower, one picture a pass ─▶ kept in host memory
-    cut rows   ─▶ micro-batches with features, in which no tower runs
+    prepare(rows) ─▶ pictures whose features are not known ─▶ the tower, one picture a pass ─▶ kept in host memory
+    cut rows      ─▶ micro-batches with features, in which no tower runs
 """
 
 import math
@@ -30,23 +30,23 @@ from penstock.workers.pictures.families import FAMILIES, Family, refusal
 from penstock.workers.pictures.processor import PictureProcessor, hash_of
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.update.pictures import Picture, Pictures, encoded_pictures, place
+from penstock.workers.trainer.update.picture_places import Picture, Pictures, encoded_pictures, place
 
 
 def family_of(lm: Any) -> Family | None:
-    """What is peculiar to how a model sees; None: it reads text only."""
+    """The family of a vision model; None: it reads text only."""
     return FAMILIES.get(lm.config.model_type)
 
 
-def tower_of(lm: Any) -> list[nn.Module]:
-    """The modules of a model that see; none: it reads text only."""
+def vision_tower(lm: Any) -> list[nn.Module]:
+    """The modules of a model's vision tower; none: it reads text only."""
     family = family_of(lm)
     return [] if family is None else [getattr(lm.base_model, name) for name in family.tower]
 
 
 def features(lm: Any, pictures: Pictures) -> Tensor:
-    """What the tower sees in all distinct pictures, or has seen where it is frozen, `[U, E]`: side by side what goes
-    among the embeddings, and for some families what is added to the hidden states after each of the first layers."""
+    """The tower's features of all distinct pictures, computed or known, `[U, E]`: side by side those that go among the
+    embeddings, and for some families those that are added to the hidden states after each of the first layers."""
     if pictures.features_UE is not None:
         return pictures.features_UE
     family: Any = family_of(lm)
@@ -78,8 +78,8 @@ def keywords(lm: Any, input_ids_SL: Tensor, pictures: Pictures | None) -> dict[s
     return read | {"visual_pos_masks": is_seen_SL, "deepstack_visual_embeds": deeper}
 
 
-def check_sees(lm: Any) -> None:
-    """Raise `ConfigError` for a model that sees in a way that is not known here."""
+def check_vision(lm: Any) -> None:
+    """Raise `ConfigError` for a vision model of a family that is not known here."""
     kind, family = lm.config.model_type, family_of(lm)
     if family is not None:
         family.check(lm.config)
@@ -88,12 +88,12 @@ def check_sees(lm: Any) -> None:
 
 
 def has_frozen_tower(lm: Any) -> bool:
-    """Return whether a model that sees keeps seeing the same, whatever is trained of it."""
-    parameters = [parameter for module in tower_of(lm) for parameter in module.parameters()]
+    """Return whether a model has a vision tower, none of which is trained."""
+    parameters = [parameter for module in vision_tower(lm) for parameter in module.parameters()]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def weight_of(lm: Any) -> Callable[[tuple[int, int, int]], int]:
+def tower_cost(lm: Any) -> Callable[[tuple[int, int, int]], int]:
     """A function that weighs the tower's pass over a picture of a grid, in tokens of text: by floating-point
     operations, 2 for each parameter of the tower and patch, and 4 for each of its width, patch, and patch attended to.
     Call it before the model is sharded."""
@@ -102,7 +102,7 @@ def weight_of(lm: Any) -> Callable[[tuple[int, int, int]], int]:
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     num_whole = len(getattr(vision, "fullatt_block_indexes", None) or range(depth))
     window = (getattr(vision, "window_size", None) or 2**20) // vision.patch_size
-    of_tower = sum(parameter.numel() for module in tower_of(lm) for parameter in module.parameters())
+    of_tower = sum(parameter.numel() for module in vision_tower(lm) for parameter in module.parameters())
     of_token = sum(parameter.numel() for parameter in packed_attention.text_model(lm).layers.parameters())
 
     def weight(grid: tuple[int, int, int]) -> int:
@@ -114,16 +114,16 @@ def weight_of(lm: Any) -> Callable[[tuple[int, int, int]], int]:
 
 
 def freeze_tower(lm: Any) -> int:
-    """Let no gradient change the part of a model that sees. Returns the number of its parameters."""
-    parameters = [parameter for module in tower_of(lm) for parameter in module.parameters()]
+    """Let no gradient change the vision tower. Returns the number of its parameters."""
+    parameters = [parameter for module in vision_tower(lm) for parameter in module.parameters()]
     for parameter in parameters:
         parameter.requires_grad_(False)
     return sum(parameter.numel() for parameter in parameters)
 
 
-def nothing_to_see(lm: Any, lengths: Sequence[int], shape: Sequence[int], device: torch.device) -> Pictures | None:
-    """What a model sees whose sequences, of so many tokens each and one after the other, have no pictures; None: it
-    reads text only."""
+def no_pictures(lm: Any, lengths: Sequence[int], shape: Sequence[int], device: torch.device) -> Pictures | None:
+    """The pictures of sequences without any, of so many tokens each and one after the other; None: the model reads text
+    only."""
     family = family_of(lm)
     if family is None:
         return None
@@ -141,58 +141,58 @@ def blank_picture(config: Any) -> Picture:
 class FrozenTower:
     """A tower that is not trained, on all ranks of a model."""
 
-    see: Callable[[Pictures], Tensor]
-    """Runs it: features `[U, E]`. Collective."""
+    compute: Callable[[Pictures], Tensor]
+    """Returns features `[U, E]`. Collective."""
     free: Callable[[], None]
     """Releases what was gathered for that."""
     ranks: Ranks
 
 
-class Sight:
-    """Implements `Eyes`. Lifecycle: made with a processor; `keep_features` if the tower is frozen; then `look` at each
-    batch of rows, and `see` its pictures."""
+class PictureCache:
+    """A processor, and the pictures that it has read last: a `PictureReader`. Lifecycle: made with a processor;
+    `cache_features` if the tower is frozen; then `prepare` for each batch of rows, and `read` its pictures."""
 
     def __init__(self, processor: PictureProcessor, config: Any) -> None:
         """`config`: the model's."""
         self.merge, self.blank = processor.family.merge(config), blank_picture(config)
         self.token_ids = processor.token_ids
         self.weight: Callable[[tuple[int, int, int]], int] | None = None
-        """See `Eyes`."""
+        """See `PictureReader`."""
         self._processor = processor
-        self._seen: OrderedDict[str, Picture] = OrderedDict()
-        """Pictures by the hash of their content, those that were asked for last at the end."""
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        """Pictures by the hash of their content, those that were read last at the end."""
         self._num_bytes = 0
         self._needed: set[str] = set()
-        """Keys of the pictures of the rows that were looked at last, which stay whatever their bytes."""
+        """Keys of the pictures of the present rows, which stay whatever their bytes."""
         self._tower: FrozenTower | None = None
         self._smallest = self.blank
 
-    def keep_features(self, tower: FrozenTower) -> None:
-        """Keep what the tower sees from now on. Collective."""
+    def cache_features(self, tower: FrozenTower) -> None:
+        """Keep the tower's features from now on. Collective."""
         self._tower = tower
         width = self._features(self.blank).shape[1:]
         self.blank = replace(_without_pixels(self.blank), features_UE=torch.zeros(0, *width))
 
-    def see(self, encoded: Any) -> Picture:
+    def read(self, encoded: Any) -> Picture:
         """The picture of encoded bytes. Raises `DataError`."""
         content = bytes(encoded)
         return self._of(hash_of(content), content)
 
-    def look(self, rows: Rows) -> None:
-        """Have the tower, if it is frozen, see the pictures that it has not seen, each alone: so that what it sees in
-        one depends on no other, nor on what was seen before. Collective: ranks that have fewer of them run it as often.
-        Raises `DataError`."""
+    def prepare(self, rows: Rows) -> None:
+        """Have the tower, if it is frozen, compute the features that are not known, of each picture alone: so that they
+        depend on no other picture, nor on what was computed before. Collective: ranks that have fewer of them run it as
+        often. Raises `DataError`."""
         if self._tower is None:
             return
         contents = {hash_of(content): content for content in map(bytes, encoded_pictures(rows))}
         self._needed = set(contents)
-        unseen = [key for key in contents if key not in self._seen or self._seen[key].features_UE is None]
-        num_passes = max(self._tower.ranks.gather(len(unseen)))
+        unknown = [key for key in contents if key not in self._pictures or self._pictures[key].features_UE is None]
+        num_passes = max(self._tower.ranks.gather(len(unknown)))
         for number in range(num_passes):
-            if number >= len(unseen):
+            if number >= len(unknown):
                 self._features(self._smallest)
                 continue
-            picture = self._of(unseen[number], contents[unseen[number]])
+            picture = self._of(unknown[number], contents[unknown[number]])
             self._forget(picture.key)
             self._add(replace(_without_pixels(picture), features_UE=self._features(picture)))
         if num_passes:
@@ -203,29 +203,26 @@ class Sight:
         assert self._tower is not None
         nothing = np.zeros(0, np.int64)
         seen = place([], nothing, nothing, (1, 1), self.merge, picture)
-        return self._tower.see(seen.to(self._tower.ranks.device)).cpu()
+        return self._tower.compute(seen.to(self._tower.ranks.device)).cpu()
 
     def _of(self, key: str, content: bytes) -> Picture:
-        if key not in self._seen:
-            self._add(self._read(key, content))
-        self._seen.move_to_end(key)
-        return self._seen[key]
-
-    def _read(self, key: str, content: bytes) -> Picture:
-        features = self._processor.features([content])
-        frames, height, width = features.grid_thw[0].tolist()
-        return Picture(key, features.pixel_values, (frames, height, width))
+        if key not in self._pictures:
+            features = self._processor.features([content])
+            frames, height, width = features.grid_thw[0].tolist()
+            self._add(Picture(key, features.pixel_values, (frames, height, width)))
+        self._pictures.move_to_end(key)
+        return self._pictures[key]
 
     def _add(self, picture: Picture) -> None:
-        self._seen[picture.key] = picture
+        self._pictures[picture.key] = picture
         self._num_bytes += _num_bytes(picture)
-        for oldest in [key for key in self._seen if key not in self._needed and key != picture.key]:
+        for oldest in [key for key in self._pictures if key not in self._needed and key != picture.key]:
             if self._num_bytes <= REMEMBERED_BYTES:
                 break
             self._forget(oldest)
 
     def _forget(self, key: str) -> None:
-        self._num_bytes -= _num_bytes(self._seen.pop(key))
+        self._num_bytes -= _num_bytes(self._pictures.pop(key))
 
 
 def _num_bytes(picture: Picture) -> int:

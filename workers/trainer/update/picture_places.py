@@ -44,7 +44,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedPicture:
     """A picture in a sequence."""
 
     picture: Picture
@@ -85,8 +85,8 @@ class Pictures:
         return Pictures(**moved)
 
 
-class Eyes(Protocol):
-    """A processor, as a micro-batch needs it."""
+class PictureReader(Protocol):
+    """Reads the pictures of micro-batches: `models/vision.py`."""
 
     merge: int
     """Patches of a feature in height and in width."""
@@ -98,10 +98,10 @@ class Eyes(Protocol):
     """What the tower's pass over a picture of a grid is worth, in tokens of text; None: no tower runs in
     micro-batches."""
 
-    def see(self, encoded: Any) -> Picture:
+    def read(self, encoded: Any) -> Picture:
         """The picture of encoded bytes."""
 
-    def look(self, rows: Rows) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Called before rows are cut into micro-batches, on all ranks alike."""
 
 
@@ -111,21 +111,21 @@ def pictures_of(
     lengths_S: np.ndarray,
     starts_S: np.ndarray,
     shape: tuple[int, int],
-    eyes: Eyes,
+    reader: PictureReader,
 ) -> Pictures:
     """The pictures of a micro-batch's rows, as `place` has them. Raises `DataError` for a picture of which the
     processor here makes another number of features than its tokens have placeholders."""
-    placed: list[list[Placed]] = [[] for _ in lengths_S]
+    placed: list[list[PlacedPicture]] = [[] for _ in lengths_S]
     for position, sequence, blob, offset, length in _read(rows, positions):
-        picture = eyes.see(blob)
-        if num_tokens(picture.grid, eyes.merge) != length:
+        picture = reader.read(blob)
+        if num_tokens(picture.grid, reader.merge) != length:
             raise DataError(
                 f"row {rows.row_ids[position]}: a picture has {length} placeholders in its prompt, and "
-                f"{num_tokens(picture.grid, eyes.merge)} features here. Prompts and trainer have processors that "
+                f"{num_tokens(picture.grid, reader.merge)} features here. Prompts and trainer have processors that "
                 "differ: give both the same model.path and the same packages."
             )
-        placed[sequence].append(Placed(picture, offset))
-    return place(placed, lengths_S, starts_S, shape, eyes.merge, eyes.blank)
+        placed[sequence].append(PlacedPicture(picture, offset))
+    return place(placed, lengths_S, starts_S, shape, reader.merge, reader.blank)
 
 
 def _read(rows: Rows, positions: np.ndarray) -> Iterator[tuple[int, int, Any, int, int]]:
@@ -148,7 +148,7 @@ def _read(rows: Rows, positions: np.ndarray) -> Iterator[tuple[int, int, Any, in
 
 
 def place(
-    placed: Sequence[Sequence[Placed]],
+    placed: Sequence[Sequence[PlacedPicture]],
     lengths_S: np.ndarray,
     starts_S: np.ndarray,
     shape: tuple[int, int],
@@ -185,14 +185,14 @@ def place(
     )
 
 
-def picture_weights(rows: Rows, positions: np.ndarray, eyes: Eyes) -> np.ndarray | None:
+def picture_weights(rows: Rows, positions: np.ndarray, reader: PictureReader) -> np.ndarray | None:
     """What the pictures of each row are worth, in tokens of text, int64, however many rows of a micro-batch share them;
     None: nothing, where no tower runs in micro-batches."""
-    if eyes.weight is None:
+    if reader.weight is None:
         return None
     weights = np.zeros(len(rows), np.int64)
     for position, _, encoded, _, _ in _read(rows, positions):
-        weights[position] += eyes.weight(eyes.see(encoded).grid)
+        weights[position] += reader.weight(reader.read(encoded).grid)
     return weights[positions]
 
 
@@ -210,11 +210,11 @@ def num_tokens(grid: tuple[int, int, int], merge: int) -> int:
     return grid[0] * (grid[1] // merge) * (grid[2] // merge)
 
 
-def rope_positions(placed: Sequence[Placed], length: int, merge: int) -> np.ndarray:
+def rope_positions(placed: Sequence[PlacedPicture], length: int, merge: int) -> np.ndarray:
     """Positions of a sequence's tokens in time, height and width, `[3, length]` int64. `placed`: in the order of their
     places. Raises `DataError`.
 
-    >>> rope_positions([Placed(Picture("a", np.zeros((16, 3)), (1, 4, 4)), 1)], 6, merge=2)
+    >>> rope_positions([PlacedPicture(Picture("a", np.zeros((16, 3)), (1, 4, 4)), 1)], 6, merge=2)
     array([[0, 1, 1, 1, 1, 3],
            [0, 1, 1, 2, 2, 3],
            [0, 1, 2, 1, 2, 3]])
