@@ -51,7 +51,7 @@ from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
-from penstock.workers.weights.publication import device_copies
+from penstock.workers.weights.publication import publication as publications
 from penstock.workers.weights.publication.publication_files import MappedWeights
 from tests.mixtures import build_mixture
 from tests.workers.trainer.conftest import random_rows
@@ -363,5 +363,5 @@ if __name__ == "__main__":
     if ON_A_GPU:
         torch.use_deterministic_algorithms(True, warn_only=True)  # claims of equal bits
     else:  # torch's own events and streams are of C++; here all is done when it returns
-        device_copies.mark = torch.accelerator.synchronize = lambda device=None: None
+        publications.mark = torch.accelerator.synchronize = lambda device=None: None
     Path(sys.argv[3]).write_text(json.dumps({name: failure_of(claim) for name, claim in claims()}))
