@@ -7,23 +7,59 @@
     path = policy.save("step-10")                                         # weights, optimizer and its counters
     policy.load(path)
 
-And what both sides compute alike: seeds, names, and which rank has which datum.
+And what both sides share: seeds, names, which rank has which datum, and the thread that runs calls for synchronous
+callers.
 """
 
+import asyncio
+import concurrent.futures
 import hashlib
 import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from penstock.conf.errors import DataError
+from penstock.conf.errors import DataError, NotStarted
 from penstock.store.ledger.batches import balance, row_cost
-from penstock.workers.calls.sample_calls import SampleOutput
-from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
-from penstock.workers.protocols import Sampling
+from penstock.workers.protocols import AdamParams, Datum, ForwardOutput, LossCall, SampleOutput, Sampling
+from penstock.workers.runtime.async_tasks import cancel_all
+
+T = TypeVar("T")
+END_S = 10.0
+"""Deadline in seconds for calls that are cancelled at the end."""
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for callers without one. Lifecycle: `submit` from any thread, `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin. The future's `cancel` cancels the work. Raises `NotStarted` after `close`."""
+        if not self._thread.is_alive():
+            work.close()
+            raise NotStarted("the loop's session or client is over: open another one.")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Cancel what is under way, and end the thread."""
+        if not self._thread.is_alive():
+            return
+
+        async def end() -> None:
+            await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
+
+        concurrent.futures.wait([self.submit(end())], END_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_S)
+
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
