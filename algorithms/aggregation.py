@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.algorithms.checks import as_mask, has_axes, non_negative, positive, same_shape
+from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, positive, same_shape
 from penstock.conf.algorithms import AGGREGATIONS
 from penstock.conf.checks import one_of
+from penstock.conf.errors import ShapeError
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,17 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     """The values in float32, zero where the mask is. Done *before* any arithmetic: NaN in padding then reaches neither
     the value nor the gradient (0 · NaN is NaN, so multiplying by the mask afterwards would not do)."""
     return torch.where(mask, in_float32(values), 0.0)
+
+
+def per_token(advantage: Tensor, mask: Tensor) -> Tensor:
+    """Advantages `[B]` or `[B, T]` as `[B, T]` float32 without gradient, 0 in padding. Raises `ShapeError`."""
+    if advantage.shape == mask.shape[:1]:
+        return torch.where(mask, in_float32(advantage.detach()).unsqueeze(-1), 0.0)
+    if advantage.shape == mask.shape:
+        return masked(advantage.detach(), mask)
+    raise ShapeError(
+        f"advantage is {describe(advantage)}; expected {list(mask.shape[:1])} (a row) or {list(mask.shape)} (a token)."
+    )
 
 
 def aggregate(values_BT: Tensor, mask_BT: Tensor, totals: BatchTotals, how: str, *, constant: float = 1.0) -> Tensor:

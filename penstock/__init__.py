@@ -2,9 +2,9 @@
 
     import penstock
 
-    config = penstock.load_config(["recipe=arithmetic", "trainer.max_steps=20"])
-    result = penstock.run(config)
+    result = penstock.train(model="tiny", dataset=rows, reward=score, trainer={"max_steps": 20})
 
+`train` is the one call for a notebook, `run` the same with a configuration, `load_config(["recipe=arithmetic"])`.
 `run` executes a `Dataflow` (declarative); `session` hands out the actors for a loop of one's own (imperative), and
 `Client` an adapter on a server for the same loop.
 What is one's own is registered by name: `@algorithm`, `@reward`, `@environment`, `@advantage`, `@surrogate`,
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from penstock.algorithms.corrections import truncated_importance_weight as truncated_importance_weight
     from penstock.algorithms.graph.columns import Column as Column
     from penstock.algorithms.graph.dataflow import Dataflow as Dataflow
+    from penstock.algorithms.graph.loss import LossInputs as LossInputs
+    from penstock.algorithms.graph.loss import LossOutput as LossOutput
     from penstock.algorithms.graph.stage import Stage as Stage
     from penstock.algorithms.losses import surrogate as surrogate
     from penstock.algorithms.named import NonNegative as NonNegative
@@ -39,21 +41,23 @@ if TYPE_CHECKING:
     from penstock.conf.run import RunConfig as RunConfig
     from penstock.orchestrator.client import Client as Client
     from penstock.orchestrator.configuration.compose import load_config as load_config
+    from penstock.orchestrator.run import RunResult as RunResult
     from penstock.orchestrator.run import run as run
     from penstock.orchestrator.session import session as session
+    from penstock.orchestrator.train import train as train
     from penstock.store.data.rows import Rows as Rows
-    from penstock.workers.calls.training_calls import AdamParams as AdamParams
-    from penstock.workers.calls.training_calls import Datum as Datum
-    from penstock.workers.calls.training_calls import LossCall as LossCall
-    from penstock.workers.environments.context import Context as Context
-    from penstock.workers.environments.environment import environment as environment
-    from penstock.workers.environments.task import Task as Task
-    from penstock.workers.gateway.formats.conversation import Message as Message
+    from penstock.workers.agents.environment import Context as Context
+    from penstock.workers.agents.environment import Task as Task
+    from penstock.workers.agents.environment import environment as environment
+    from penstock.workers.agents.gateway.conversation import Message as Message
+    from penstock.workers.agents.trajectory import Trajectory as Trajectory
+    from penstock.workers.agents.trajectory import Turn as Turn
+    from penstock.workers.protocols import AdamParams as AdamParams
+    from penstock.workers.protocols import Datum as Datum
+    from penstock.workers.protocols import LossCall as LossCall
     from penstock.workers.protocols import Sampling as Sampling
     from penstock.workers.reward.registry import reward as reward
     from penstock.workers.sandbox.sandbox import Sandbox as Sandbox
-    from penstock.workers.trajectory import Trajectory as Trajectory
-    from penstock.workers.trajectory import Turn as Turn
 
 _MODULES = {
     name: module

@@ -61,8 +61,8 @@ def test_an_old_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_an_old_public_name_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(renamed.NAMES, "train", Renamed("run", "0.3"))
-    with pytest.warns(DeprecationWarning, match=r"penstock.train is called run now: version 0\.3"):
-        assert penstock.train is penstock.run
+    monkeypatch.setitem(renamed.NAMES, "fit", Renamed("run", "0.3"))
+    with pytest.warns(DeprecationWarning, match=r"penstock.fit is called run now: version 0\.3"):
+        assert penstock.fit is penstock.run
     with pytest.raises(AttributeError, match=r"no attribute 'trian'"):
         penstock.trian  # noqa: B018

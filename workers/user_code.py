@@ -2,21 +2,74 @@
 names; and the directories of recipes, which bring such files.
 
 It is named by keys that take `file.py:function` or `package.module:function` (`reward.function`, `data.teacher`,
-`algorithm`, `imports`), and resolved on the driver and again in every process that needs it.
+`algorithm`, `imports`), and resolved on the driver and again in every process that needs it. An `InlineValue` in the
+place of such a name brings the function itself, as Python programs and notebooks have it.
 """
 
 import hashlib
 import importlib
 import importlib.util
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from penstock.conf.errors import ConfigError, suggest
 
 RECIPE_FILE = "recipe.yaml"
+GIVEN = "given to penstock.train"
+"""Mark of an `InlineValue` in the configuration of a run."""
+
+
+class InlineValue(str):
+    """A name in a configuration, with the value that it stands for: a function, or rows. In files it is the name alone;
+    other processes get the value with it, by value and in memory."""
+
+    value: Any
+
+    def __new__(cls, name: str, value: Any) -> "InlineValue":
+        made = super().__new__(cls, name)
+        made.value = value
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inline_value, (str(self), pickled_by_value(self.value))
+
+    def __deepcopy__(self, memo: Any) -> "InlineValue":
+        return self
+
+
+def _inline_value(name: str, pickled: bytes) -> InlineValue:
+    return InlineValue(name, pickle.loads(pickled))
+
+
+def pickled_by_value(value: Any) -> bytes:
+    """The value pickled by cloudpickle; a function of a module that is the user's own by value, as another process may
+    not find it. Raises `ConfigError`."""
+    cloudpickle = importlib.import_module("cloudpickle")
+    inner = getattr(value, "func", value)
+    module = sys.modules.get(getattr(inner, "__module__", None) or "__main__")
+    is_own = module is not None and module.__name__ != "__main__" and not _is_installed(module)
+    if is_own:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except (TypeError, pickle.PicklingError) as error:
+        name = getattr(inner, "__name__", type(inner).__name__)
+        raise ConfigError(
+            f"{name} cannot be sent to other processes: {error}. Name it as `file.py:function` instead, so that each "
+            "process imports it."
+        ) from error
+    finally:
+        if is_own:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_installed(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is None or module.__name__.startswith("penstock.") or "site-packages" in Path(file).parts
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -48,6 +101,8 @@ def absolute(path: str | Path) -> str:
 
 def find_function(spec: str, key: str) -> Callable[..., Any]:
     """Find what `file.py:name` or `package.module:name` stands for. Raises `ConfigError`, which names `key`."""
+    if isinstance(spec, InlineValue):
+        return cast(Callable[..., Any], spec.value)
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         raise ConfigError(f"{key}={spec}: write it as `file.py:function` or `package.module:function`.")

@@ -74,7 +74,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("transcript", "string"),  # JSON: what was said, for people
         Column("seen_pictures", "binary", "list"),  # of all sequences, one for each triple of `seen_ranges`
         Column("seen_ranges", "int32", "list"),  # [segment, offset in its sequence, length] after one another
-        # With rollout.router_replay: a record of bytes a token that the engine read (workers/routed_experts.py).
+        # With rollout.router_replay: a record of bytes a token that the engine read (workers/models/routed_experts.py).
         Column("routed_experts", "uint8", "list"),
     )
 }

@@ -199,9 +199,13 @@ class Dataflow:
         kept = Column(f"{stage_name}_kept", "bool")
         return self._add(Stage(stage_name, "filter", per, tuple(reads), (kept,), function=function, reason=reason))
 
-    def train(self, model: str = "policy", *, loss: Callable[..., Any]) -> "Dataflow":
+    def train(self, model: str = "policy", *, loss: Callable[..., Any], aggregation: str = "token_mean") -> "Dataflow":
         """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are
-        named: columns, or what the trainer provides (`PROVIDED_BY_TRAINER` in `stage.py`)."""
+        named: columns, what the trainer provides (`PROVIDED_BY_TRAINER` in `stage.py`), or `inputs`, a `LossInputs`.
+        `aggregation`: of a loss that returns a value for each token; see `aggregate`."""
+        from penstock.algorithms.graph.loss import aggregated  # late: it imports torch, and the store reads graphs
+
+        loss = aggregated(loss, aggregation)
         required, optional = _loss_columns(loss)
         reads = tuple(dict.fromkeys(("prompt_ids", "response_ids", *required)))
         stage = Stage("train", "train", "batch", reads, (), model=model, function=loss, optional_reads=optional)

@@ -25,7 +25,6 @@ Legend: B rows of the micro-batch, T response tokens, padded: what lies under `m
 from penstock.algorithms.losses.policy import LossAndMetrics as LossAndMetrics
 from penstock.algorithms.losses.policy import explained_variance as explained_variance
 from penstock.algorithms.losses.policy import interpolated_policy_loss as interpolated_policy_loss
-from penstock.algorithms.losses.policy import per_token as per_token
 from penstock.algorithms.losses.policy import policy_loss as policy_loss
 from penstock.algorithms.losses.policy import ppo_clip_loss as ppo_clip_loss
 from penstock.algorithms.losses.policy import sft_loss as sft_loss

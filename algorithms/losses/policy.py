@@ -35,9 +35,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked
+from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked, per_token
 from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, positive, same_shape
 from penstock.algorithms.corrections import CORRECTIONS, Correction, none
+from penstock.algorithms.graph.loss import aggregated
 from penstock.algorithms.graph.stage import name_of
 from penstock.algorithms.kl import kl_estimate
 from penstock.algorithms.losses.surrogates import SURROGATES, Surrogate
@@ -186,17 +187,6 @@ def ppo_clip_loss(
     )
 
 
-def per_token(advantage: Tensor, mask: Tensor) -> Tensor:
-    """Advantages `[B]` or `[B, T]` as `[B, T]` float32 without gradient, 0 in padding. Raises `ShapeError`."""
-    if advantage.shape == mask.shape[:1]:
-        return torch.where(mask, in_float32(advantage.detach()).unsqueeze(-1), 0.0)
-    if advantage.shape == mask.shape:
-        return masked(advantage.detach(), mask)
-    raise ShapeError(
-        f"advantage is {describe(advantage)}; expected {list(mask.shape[:1])} (a row) or {list(mask.shape)} (a token)."
-    )
-
-
 def _no_reference(kl_coef: float) -> None:
     if kl_coef:
         raise ConfigError(
@@ -307,7 +297,7 @@ def with_entropy_bonus(
 ) -> EntropyBonus:
     """Make the loss `loss - coef · mean(entropy)`, for the trainer to call like any loss. `aggregation`, `constant`:
     see `aggregate`; give those of the loss. Raises `ConfigError`."""
-    return EntropyBonus(loss, coef, aggregation, constant)
+    return EntropyBonus(aggregated(loss, aggregation), coef, aggregation, constant)
 
 
 ROUNDING = 1e-12

@@ -66,16 +66,17 @@ from penstock.workers.reward.reward_result import RewardError, RewardResult
 from penstock.workers.reward.signatures import Response, name_of
 from penstock.workers.runtime.url_files import is_url, list_names
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
-from penstock.workers.weights.publication.reading import MOST_THREADS
-from penstock.workers.weights.publication.room import (
+from penstock.workers.weights.publication.costs import (
+    BUSES,
     TURNS,
     SharedMemory,
+    Way,
     how_to_enlarge,
     kept_bytes,
     publication_bytes,
     stored_elements,
 )
-from penstock.workers.weights.publication.timing import BUSES, Way
+from penstock.workers.weights.publication.publication_files import MOST_THREADS
 
 RESOURCES, MEMORY, PACKAGES = "resources", "memory", "packages"
 RESPONSES = ("", "The answer is 4.")

@@ -1,14 +1,30 @@
 """The models of a session: calls of all ranks together, and of the engines that sample.
 
-rows = policy.generate(prompts, n=8)        columns, with a loss of one's own: `update`, or its halves
-policy.sample(prompt_ids, 8)                data with a loss by its name: the verbs of a server's clients
+    rows = policy.generate(prompts, n=8)        columns, with a loss of one's own: `update`, or its halves
+    policy.sample(prompt_ids, 8)                data with a loss by its name: the verbs of a server's clients
+
+`SampleCalls` runs many samples at a time, each on the engine with the fewest under way:
+
+    begin ─▶ seed, engine ─▶ a task in a thread of its own ─▶ a future with a deadline, whose `cancel` ends the call
+
+`SavedStates` keeps what the trainer continues from, bit for bit, below the run's directory or its URL. Any number of
+ranks may load a state, in another session too.
+
+    states/NAME/trainer/      weights, optimizer and counters in shards, written by the ranks
+    states/NAME/state.json    files with their checksums, counters of the loop; written last: without it there is none
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
 import inspect
-from collections.abc import Coroutine, Iterable, Sequence
+import json
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, overload
 
@@ -18,22 +34,166 @@ import pyarrow as pa
 from penstock.algorithms.graph.columns import PROMPT_PICTURES, STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.loss import aggregated, check_loss
 from penstock.algorithms.graph.stage import GROUP_IDS
-from penstock.conf.errors import DataError
+from penstock.conf.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    DataError,
+    DeadlineExceeded,
+    PenstockError,
+    WorkerDied,
+)
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import Handles, get_all
+from penstock.orchestrator.cluster.ray_calls import GRACE_S, Handles, answers, answers_or_end, get_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
-from penstock.orchestrator.loops.sampling import SampleCalls
-from penstock.orchestrator.loops.saved_states import SavedStates
-from penstock.orchestrator.loops.verbs import LoopPolicy, SampleOptions, loss_call, put_together, shares_of
+from penstock.orchestrator.loops.verbs import (
+    LoopPolicy,
+    LoopThread,
+    SampleOptions,
+    check_name,
+    loss_call,
+    put_together,
+    seed_of,
+    shares_of,
+)
+from penstock.orchestrator.run_directory.checkpoint import trainer_directory
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.batches import GroupLoad, spread
-from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
-from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
-from penstock.workers.pictures.placeholders import NO_PICTURES, PromptPictures
-from penstock.workers.protocols import Completion, Loss, Sampling
+from penstock.workers.pictures.prompt_pictures import NO_PICTURES, PromptPictures
+from penstock.workers.protocols import (
+    AdamParams,
+    Completion,
+    Datum,
+    ForwardOutput,
+    Loss,
+    LossCall,
+    SampleCall,
+    SampleOutput,
+    Sampling,
+)
 from penstock.workers.rollout.rollout_worker import response_columns, sample_seed
+from penstock.workers.runtime.url_files import SavedFile, absolute, exists, read_text, remove, sync, write_text
+
+MANIFEST = "state.json"
+FORMAT = 1
+
+
+class SavedStates:
+    """Lifecycle: `save` and `load`, one call at a time, over a fleet that has started."""
+
+    def __init__(self, fleet: Fleet, place: str, timeout_s: float) -> None:
+        """`place`: the directory or URL of all states. `timeout_s`: deadline of a save."""
+        self._fleet, self._place, self._timeout_s = fleet, place, timeout_s
+
+    async def save(self, name: str, counters: Mapping[str, int]) -> str:
+        """Save the present state under a new name, with counters of the loop. Returns its path. Raises `DataError` for
+        a name that is taken, `CheckpointError`, `DeadlineExceeded`."""
+        path = f"{self._place}/{check_name(name)}"
+        if exists(f"{path}/{MANIFEST}"):
+            raise DataError(f"{path} is there already: states are not overwritten. Choose another name.")
+        remove(path)
+        directory = trainer_directory(path)
+        places = await self._fleet.places(directory)
+        try:
+            files = await self._written(places)
+            await self._fleet.collect(directory, places)
+            told = {"format": FORMAT, "files": [asdict(file) for file in files], "counters": dict(counters)}
+            await asyncio.to_thread(sync, directory)
+            write_text(f"{path}/{MANIFEST}", json.dumps(told, indent=1))
+        except BaseException:
+            with contextlib.suppress(PenstockError, OSError):
+                await self._fleet.discard(directory, places)
+                remove(path)
+            raise
+        return path
+
+    async def load(self, path: str) -> dict[str, int]:
+        """Go on from a state. Returns the counters that were saved with it. Raises `DataError` where there is none,
+        `CheckpointError` for one that is damaged or of another model; then nothing has changed."""
+        path = absolute(path)
+        files, counters = _read(path)
+        places = self._fleet.provided(trainer_directory(path))
+        calls = [(name, handle.resume.remote(places[name], files)) for name, handle in self._fleet.role("trainer")]
+        await answers(calls, phase=f"load {path}", timeout_s=self._fleet.config.rollout.start_timeout_s)
+        return counters
+
+    async def _written(self, places: Mapping[str, str]) -> list[SavedFile]:
+        trainers, epoch = self._fleet.role("trainer"), self._fleet.owner.epoch
+        begins = [(name, handle.begin_saving.remote(places[name], epoch)) for name, handle in trainers]
+        if not all(await answers(begins, phase="save", timeout_s=self._timeout_s)):
+            raise CheckpointError(
+                f"an earlier save has missed its deadline (checkpoint.timeout_s={self._timeout_s:g}) and is still "
+                "being written. See whether the run's directory answers, and save again."
+            )
+        ends = [(name, handle.finish_saving.remote()) for name, handle in trainers]
+        saved = await answers(ends, phase="save", timeout_s=self._timeout_s + GRACE_S)
+        return [file for files in saved for file in files]
+
+
+def _read(path: str) -> tuple[list[SavedFile], dict[str, int]]:
+    """The files and counters of a state."""
+    try:
+        told = json.loads(read_text(f"{path}/{MANIFEST}"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no state is there. Give the path that `save` has returned.") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path}/{MANIFEST} is no JSON: {error}. Load another state.") from None
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise CheckpointError(f"{path}/{MANIFEST} is not of format {FORMAT}: another version of Penstock wrote it.")
+    return [SavedFile(**file) for file in told["files"]], dict(told["counters"])
+
+
+class SampleCalls:
+    """Lifecycle: `begin` any number, `settle` before the engines' weights change, `close`."""
+
+    def __init__(self, engines: Callable[[], Handles], seed: int, timeout_s: float) -> None:
+        """`engines`: those that are there now. `seed`: the run's. `timeout_s`: deadline of a call."""
+        self._engines, self._seed, self._timeout_s = engines, seed, timeout_s
+        self._thread = LoopThread("samples")
+        self._num_under_way: Counter[str] = Counter()
+        self._calls: set[Future[SampleOutput]] = set()
+        self._lock = threading.Lock()
+        self.num_begun = 0
+        """Number of calls so far, which seeds those without a seed."""
+
+    def begin(self, call: SampleCall) -> "Future[SampleOutput]":
+        with self._lock:
+            members, number = self._engines(), self.num_begun
+            if not members:
+                raise WorkerDied("no engine is left to sample: `rollouts.add` one.")
+            self.num_begun += 1
+            name, handle = min(members, key=lambda member: self._num_under_way[member[0]])
+            self._num_under_way[name] += call.num_samples
+        if call.sampling.seed is None:
+            call = replace(call, sampling=call.sampling.seeded(seed_of("sample", self._seed, number)))
+        future = self._thread.submit(self._sampled(name, handle, call))
+        self._calls.add(future)
+        future.add_done_callback(lambda ended: self._ended(name, call.num_samples, ended))
+        return future
+
+    def settle(self) -> None:
+        """Wait for the calls under way, whatever they end with. Raises `DeadlineExceeded`."""
+        late = concurrent.futures.wait(list(self._calls), self._timeout_s).not_done
+        if late:
+            raise DeadlineExceeded(
+                f"{len(late)} calls of sample have not ended within {self._timeout_s:g} s "
+                "(rollout.generate_timeout_s), and samples keep the weights that they were begun with."
+            )
+
+    def close(self) -> None:
+        self._thread.close()
+
+    async def _sampled(self, name: str, handle: Any, call: SampleCall) -> SampleOutput:
+        one = (name, handle.sample.remote(None, call, uuid.uuid4().hex))
+        (output,) = await answers_or_end([one], phase="sample", timeout_s=self._timeout_s)
+        return output  # type: ignore[no-any-return]
+
+    def _ended(self, name: str, num_samples: int, future: "Future[SampleOutput]") -> None:
+        with self._lock:
+            self._num_under_way[name] -= num_samples
+            self._calls.discard(future)
+
 
 NOT_FINITE = "dropped/not_finite"
 """Metric: rows that an update left out."""

@@ -32,9 +32,9 @@ from penstock.orchestrator.run_directory.run_lock import ENDS, STARTS
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.store.errors import CorruptSnapshot
 from penstock.store.service.snapshot import check as check_snapshot
-from penstock.workers.machine.files import absolute, download, exists, is_url
 from penstock.workers.prompts.opening import open_rows
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.url_files import absolute, download, exists, is_url
 from penstock.workers.user_code import GIVEN
 
 

@@ -43,7 +43,7 @@ from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store_actor import STORE
-from penstock.workers.lifecycle.progress import IDLE, Progress
+from penstock.workers.runtime.serving import IDLE, Progress
 from penstock.workers.trainer.report import StepReport
 
 KEEP_S, LONGEST_S = 1.0, 10.0

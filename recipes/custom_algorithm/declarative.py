@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock import AlgorithmConfig, BatchTotals, Dataflow, aggregate, algorithm, truncated_importance_weight
+from penstock import AlgorithmConfig, Dataflow, LossInputs, LossOutput, algorithm, truncated_importance_weight
 
 
 @dataclass
@@ -24,20 +24,13 @@ def leave_one_out(reward: Tensor) -> Tensor:
     return reward - (reward.sum() - reward) / others
 
 
-def asymmetric_loss(
-    logprobs: Tensor,  # [B, T] from the trainer, with gradient
-    mask: Tensor,  # [B, T] from the trainer: True for response tokens
-    totals: BatchTotals,  # from the trainer: tokens and sequences of the whole batch
-    advantage: Tensor,  # [B] column
-    behavior_logprobs: Tensor,  # [B, T] column
-    *,
-    negative_weight: float = 0.5,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss `-w A log π`, negative A scaled down; `w` makes up for the engine's slightly different probabilities."""
-    push = torch.where(advantage > 0, advantage, negative_weight * advantage)[:, None]
-    weight = truncated_importance_weight(logprobs, behavior_logprobs, cap=2.0)
-    loss = aggregate(-weight * push * logprobs, mask, totals, "token_mean")
-    return loss, {"pg_loss": loss.detach()}
+def asymmetric_loss(inputs: LossInputs, *, negative_weight: float = 0.5) -> LossOutput:
+    """The loss `-w A log π` of each token, negative A scaled down; `w` makes up for the engine's slightly different
+    probabilities."""
+    push = torch.where(inputs.advantage > 0, inputs.advantage, negative_weight * inputs.advantage)
+    weight = truncated_importance_weight(inputs.logprobs, inputs.behavior_logprobs, cap=2.0)
+    loss = -weight * push * inputs.logprobs
+    return LossOutput(loss, {"pg_loss": loss})
 
 
 @algorithm("asymmetric_reinforce")

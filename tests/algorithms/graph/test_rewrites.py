@@ -21,7 +21,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.store.data.rows import Rows
 from penstock.store.spec import REPORTED_COLUMNS, StoreSpec
-from penstock.workers.compute.compute_worker import ComputeWorker
+from penstock.workers.compute import ComputeWorker
 
 MATH, BREVITY = WeightedRewardConfig("math_verify"), WeightedRewardConfig("own.py:short", 0.5)
 GIVEN = WeightedRewardConfig("environment", 2.0)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.losses import per_token, policy_loss, ppo_clip_loss
+from penstock.algorithms.aggregation import BatchTotals, per_token
+from penstock.algorithms.losses import policy_loss, ppo_clip_loss
 from penstock.conf.algorithms import AGGREGATIONS, CORRECTIONS
 from penstock.conf.errors import ConfigError, ShapeError
 from tests.algorithms.losses.ragged import batch, run

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.reward.registry import REWARDS, RewardSpec, find_reward, reward
+from penstock.workers.user_code import InlineValue
 
 
 def test_registered_name_is_found():
@@ -86,7 +87,7 @@ def test_registered_functions_of_the_user_travel_by_value(monkeypatch):
         return 7.0
 
     spec = RewardSpec.of("mine_for_a_test")
-    assert spec.pickled
+    assert isinstance(spec.function, InlineValue)
     assert spec.resolve().one("x", {}) == 7.0
 
 
@@ -96,7 +97,7 @@ def test_imported_files_register_their_rewards_in_every_process(tmp_path, monkey
     head = "from penstock.workers.reward.registry import reward\n@reward('of_a_file')\n"
     (tmp_path / "mine.py").write_text(head + text)
     spec = RewardSpec.of("of_a_file", imports=(f"{tmp_path}/mine.py",))
-    assert not spec.pickled
+    assert not isinstance(spec.function, InlineValue)
     assert spec.resolve().one("x", {}) == 8.0
 
 

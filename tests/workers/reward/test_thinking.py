@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.response import Response, with_task
+from penstock.workers.reward.signatures import Response, with_task
 from tests.workers.reward.test_trl_rewards import scored
 
 THINKS = "<think>\\boxed{4}</think>The answer is 5."
@@ -56,7 +56,7 @@ def test_functions_of_trl_and_verl_get_the_whole_text_unless_told_otherwise(
 ) -> None:
     found = []
     for function in (own, trl, verl):
-        spec = RewardSpec(pickled=RewardSpec.of(function).pickled, with_thinking=with_thinking)
+        spec = RewardSpec(RewardSpec.of(function).function, with_thinking=with_thinking)
         found += scored(spec, [Response(THINKS)], [{"data_source": "x", "answer": "5"}])
     assert found == lengths
 
