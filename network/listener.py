@@ -1,20 +1,40 @@
-"""A port of this machine that the run's processes on other machines connect to.
+"""Ports of this machine, and bounds of what a visitor costs before it has said anything.
 
-One thread accepts; each connection gets a thread, which has it prove that it is of this run (`handshake.py`) and then
-calls the handler of the service that it asked for. A peer that proves nothing gets no answer, and is counted. Peers
-that say nothing keep no member out: where too many are within the handshake, one of them is cut off for the next.
+`Listener` serves the run's processes on other machines. One thread accepts; each connection gets a thread, which checks
+that the peer is of this run (the handshake of `connection.py`) and then calls the handler of the service that it asked
+for. A peer that proves nothing gets no answer, and is counted.
+
+`Heads` stands before an HTTP server:
+
+    connection ─▶ Heads, until a head is whole ─▶ the protocol of the server
+                    └▶ hung up on: too slow, too long, or the oldest of too many
+
+Visitors that say nothing keep nobody out: where too many are within their handshake or head, one of them is cut off for
+the next.
 """
 
+import asyncio
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from penstock.network.connection import SILENCE_S, Address, hang_up, prepare, read_exactly
-from penstock.network.handshake import FINISH_BYTES, HELLO, NotAuthenticated, ServerHandshake
+from penstock.conf.errors import ConfigError
+from penstock.network.connection import (
+    FINISH_BYTES,
+    HELLO,
+    SILENCE_S,
+    Address,
+    NotAuthenticated,
+    ServerHandshake,
+    hang_up,
+    prepare,
+    read_exactly,
+)
 
 MANY = 1024
 """Connections that wait to be accepted: all machines of a run come at once."""
@@ -54,6 +74,9 @@ class PendingHandshakes(Generic[Who]):
     def gone(self, who: Who) -> None:
         """Forget a connection that is authenticated, or has ended. Harmless for one that was cut off."""
         self._hosts.pop(who, None)
+
+    def held(self) -> list[Who]:
+        return list(self._hosts)
 
     def _next_to_leave(self) -> Who:
         counts = Counter(self._hosts.values())
@@ -198,3 +221,95 @@ def _bound(host: str, ports: range) -> socket.socket:
         else:
             return listening
     raise OSError(f"no port to listen on at {host}: the range is empty.")
+
+
+HEAD_S = 20.0
+"""Seconds after which a connection whose head is not whole is hung up on."""
+HEAD_BYTES = 2**16
+BACKLOG = 64
+"""Connections that wait to be accepted. asyncio accepts up to so many at once, and logs each one that fails."""
+CONNECTIONS = 2**14
+"""Most connections that a server keeps open."""
+_END = b"\r\n\r\n"
+
+
+def listen(host: str, ports: Sequence[int]) -> socket.socket:
+    """Listen on the first of `ports` that is free. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            problem = error
+    tried = f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"
+    raise ConfigError(f"port {tried} of {host}: {problem.strerror}. Choose another: --port N, or --port 0 for any.")
+
+
+class Heads:
+    """The connections of one server whose first head is not whole. Lifecycle: `before` gives the factory to listen
+    with; `close` hangs up on them."""
+
+    def __init__(
+        self, most: int = MAX_PENDING, head_s: float = HEAD_S, head_bytes: int = HEAD_BYTES,
+        most_open: int = 0, holder: Callable[[bytes], str] = lambda head: "",
+    ) -> None:  # fmt: skip
+        """`most_open`: bound on connections with a whole head; 0: the server's own. `holder`: whose one is, by its
+        head."""
+        self.head_s, self.head_bytes, self._most_open, self._holder = head_s, head_bytes, most_open, holder
+        self.pending = PendingHandshakes[_Head](most)
+        self.open: set[_Head] = set()
+        self._whole = PendingHandshakes[Any](most_open)
+
+    def before(self, make: Any) -> Any:
+        """A factory of protocols that `make` makes, too, each once its first head has come."""
+        return lambda *args, **named: _Head(self, partial(make, *args, **named))
+
+    def admit(self, transport: Any, head: bytes) -> None:
+        """Count a connection whose head is whole, in the place of another one where there are too many."""
+        if self._most_open:
+            for ended in [one for one in self._whole.held() if one.is_closing()]:
+                self._whole.gone(ended)
+            if (oldest := self._whole.come(transport, self._holder(head))) is not None:
+                oldest.abort()
+
+    def close(self) -> None:
+        for head in list(self.open):
+            head.hang_up()
+
+
+class _Head(asyncio.Protocol):
+    def __init__(self, heads: Heads, make: Callable[[], asyncio.Protocol]) -> None:
+        self._heads, self._make, self._data = heads, make, bytearray()
+
+    def connection_made(self, transport: Any) -> None:  # uvloop's are no asyncio.Transport
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(self._heads.head_s, self.hang_up)
+        self._heads.open.add(self)
+        host = transport.get_extra_info("peername") or [""]
+        if (oldest := self._heads.pending.come(self, host[0])) is not None:
+            oldest.hang_up()
+
+    def data_received(self, data: bytes) -> None:
+        start = max(0, len(self._data) - len(_END))
+        self._data += data
+        if self._data.find(_END, start) >= 0:
+            self._forget()
+            self._heads.admit(self._transport, bytes(self._data))
+            protocol = self._make()
+            self._transport.set_protocol(protocol)
+            protocol.connection_made(self._transport)
+            protocol.data_received(bytes(self._data))
+        elif len(self._data) > self._heads.head_bytes:
+            self.hang_up()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._forget()
+
+    def hang_up(self) -> None:
+        self._forget()
+        self._transport.abort()
+
+    def _forget(self) -> None:
+        self._timer.cancel()
+        self._heads.pending.gone(self)
+        self._heads.open.discard(self)

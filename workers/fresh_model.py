@@ -2,6 +2,9 @@
 
 For runs that bring no model (`model=tiny`), tests and benchmarks. It is made once, at the start of a run, in the run
 directory; all other processes read it like any other HF model.
+
+One that sees has a vision tower, an image processor and special tokens. A feature stands for 28 x 28 pixels. A picture
+is resized to 1 to 16 features and keeps the shape that it has.
 """
 
 from pathlib import Path
@@ -9,8 +12,7 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.pictures import fresh as eyes
-from penstock.workers.pictures.families import auto_class
+from penstock.workers.pictures.families import FAMILIES, auto_class
 from penstock.workers.pictures.processor import PictureProcessor
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -38,7 +40,7 @@ def vocabulary_size(config: FreshModelConfig) -> int:
 
 def words_of(config: FreshModelConfig) -> list[str]:
     """Strings that are one token each: the configured ones, and those that a model that sees has for its pictures."""
-    return [*config.words, *(eyes.WORDS if config.num_vision_layers else ())]
+    return [*config.words, *(VISION_WORDS if config.num_vision_layers else ())]
 
 
 def fresh_processor(config: FreshModelConfig) -> PictureProcessor:
@@ -48,7 +50,7 @@ def fresh_processor(config: FreshModelConfig) -> PictureProcessor:
         raise ConfigError(
             "rollout.max_pictures: the fresh model is one of text. Set model.fresh.num_vision_layers, or leave it out."
         )
-    return eyes.processor(vocabulary_size(config) - len(eyes.WORDS))
+    return vision_processor(vocabulary_size(config) - len(VISION_WORDS))
 
 
 def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int) -> None:
@@ -71,7 +73,7 @@ def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int
     _save(model, target)
     tokenizer = character_tokenizer(config)
     if config.num_vision_layers:
-        eyes.save_processor(target, tokenizer)
+        save_processor(target, tokenizer)
     else:
         tokenizer.save_pretrained(target)
 
@@ -146,7 +148,7 @@ def model_config(config: FreshModelConfig, vocab_size: int) -> Any:
         return kind(**text)
     eighth = config.hidden_size // config.num_heads // 8
     rope = {"rope_type": "default", "mrope_section": [eighth, 3 * eighth // 2, 3 * eighth // 2], "rope_theta": 10000.0}
-    seen = eyes.vision_config(config, vocab_size - len(eyes.WORDS))
+    seen = vision_config(config, vocab_size - len(VISION_WORDS))
     return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, tie_word_embeddings=True, **seen)
 
 
@@ -172,6 +174,68 @@ def character_tokenizer(config: FreshModelConfig) -> Any:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words_of(config)])
-    content = eyes.CONTENT if config.num_vision_layers else CONTENT
+    content = PICTURE_CONTENT if config.num_vision_layers else CONTENT
     tokenizer.chat_template = CHAT_TEMPLATE.replace(CONTENT, content)
     return tokenizer
+
+
+FAMILY = "qwen2_5_vl"
+START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+VISION_WORDS = (START, END, IMAGE, VIDEO)
+"""Special tokens of vision, the last ones of the vocabulary."""
+PICTURE_CONTENT = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    f"{{% if part['type'] == 'image' %}}{START}{IMAGE}{END}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
+    "{% endfor %}{% endif %}"
+)
+"""The part of the chat template that writes the content of a message."""
+PATCH, MERGED, FRAMES = 14, 2, 2
+"""Pixels of a patch's side, patches of a feature's side, and frames of a patch, in which a picture is repeated."""
+SIZES = {
+    "size": {"shortest_edge": (PATCH * MERGED) ** 2, "longest_edge": 16 * (PATCH * MERGED) ** 2},
+    "patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": FRAMES,
+}  # fmt: skip
+HEAD = 32
+"""Numbers of a head of the tower."""
+
+
+def vision_config(config: FreshModelConfig, first_id: int) -> dict[str, Any]:
+    """The vision part of a model's configuration. `first_id`: token of the first of `VISION_WORDS`."""
+    width = config.vision_hidden_size
+    tower = {
+        "depth": config.num_vision_layers,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_heads": width // HEAD,
+        "out_hidden_size": config.hidden_size,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGED,
+        "temporal_patch_size": FRAMES,
+        "window_size": 4 * PATCH * MERGED,
+        "fullatt_block_indexes": list(range(config.num_vision_layers)),
+        "initializer_range": config.initializer_range,
+    }
+    start, end, image, video = range(first_id, first_id + len(VISION_WORDS))
+    return {
+        "vision_config": tower,
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+    }
+
+
+def vision_processor(first_id: int) -> PictureProcessor:
+    """The processor of a fresh model that sees, which need not have been made."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    start, end, image, video = range(first_id, first_id + len(VISION_WORDS))
+    return PictureProcessor(FAMILIES[FAMILY], [image, video, start, end], Qwen2VLImageProcessorPil(**SIZES))
+
+
+def save_processor(directory: Path, tokenizer: Any) -> None:
+    """Write the processor of a fresh model as vLLM and transformers load it, its tokenizer with it."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    images, videos = Qwen2VLImageProcessor(**SIZES), Qwen2VLVideoProcessor(**SIZES)
+    Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(directory)

@@ -1,7 +1,7 @@
 """Procedural problems of `reasoning_gym`, and their verifiers.
 
 `Problems` makes the prompts of a run (`workers/prompts/dataset.py`) or the tasks of an environment
-(`workers/environments/adapters/reasoning_gym.py`); `verify` scores a response to one of them, in the reward processes
+(`workers/agents/adapters/reasoning_gym.py`); `verify` scores a response to one of them, in the reward processes
 (`workers/reward/functions.py`), from nothing but the task's JSON.
 """
 

@@ -1,7 +1,13 @@
-"""The interfaces of the roles. Each has a real implementation and a deterministic fake, held to the same tests.
+"""The interfaces of the roles, and the plain data of their calls. Each role has a real implementation and a
+deterministic fake, held to the same tests.
 
 The loop that calls an engine is `workers/rollout/rollout_worker.py`; the one that calls a trainer is
-`workers/trainer/trainer_worker.py`.
+`workers/trainer/trainer_worker.py`. Servers and sessions train adapters step by step, and sample from them by name:
+
+    forward_backward(data, loss) ─▶ gradients add up ─▶ optim_step(params) ─▶ weights change, gradients are cleared
+
+Legend: T tokens that the model reads for a datum, K targets at each of them (1 for most losses), or K tokens that are
+reported at a position; P tokens of a prompt.
 """
 
 import math
@@ -25,7 +31,7 @@ from penstock.conf.rollout import (
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
@@ -119,6 +125,11 @@ class Completion:
     def is_finite(self) -> bool:
         """True if every log-probability is a finite number."""
         return math.isfinite(sum(self.logprobs))
+
+
+def truncated_by(limit: str) -> str:
+    """The name under which samples are counted that a limit has truncated."""
+    return f"truncated_by_{limit}"
 
 
 @dataclass(frozen=True)
@@ -250,3 +261,169 @@ class Trainer(Protocol):
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """A sequence, and what its tokens are to be scored for."""
+
+    token_ids: np.ndarray
+    """Tokens that the model reads, `[T]` int32."""
+    targets: np.ndarray
+    """Tokens whose log-probability is asked for after each of them, `[T]` or `[T, K]` int64. Mostly the next tokens."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Further inputs of the loss by name, float32, each of the shape of `targets`: `weights`, `advantages`, `logprobs`
+    (those at sampling), `clip_low_threshold`, `clip_high_threshold`, `sequence_ratio_mask`."""
+    pictures: PromptPictures | None = None
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A loss by its name (`algorithms/losses/summed.py`), with its numbers."""
+
+    name: str
+    """`cross_entropy`, `importance_sampling`, `ppo`, `cispo`, `dro` or `gspo`."""
+    config: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the loss by name, such as `clip_low_threshold`; its defaults count for the rest."""
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """The result of a forward pass, with or without gradients."""
+
+    logprobs: list[np.ndarray]
+    """Log-probabilities of the targets of each datum, float32, of the shape of its `targets`, natural log."""
+    metrics: dict[str, float]
+    """Sums over all data: `loss` and what else the loss counts."""
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """The numbers of one optimizer step of AdamW (1711.05101)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Norm that larger gradients are scaled down to; 0: never."""
+
+
+WHOLE = 0
+"""The rank of what is no adapter but a whole model."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The shape of a LoRA adapter (2106.09685), and the seed of its A. B starts at zero. Or `WHOLE`: all weights of the
+    model in the place of an adapter, which start as the base model's."""
+
+    rank: int
+    """Rank of A and B; `WHOLE`: there are none, and the model's weights themselves are trained."""
+    seed: int = 0
+    alpha: int = 32
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    """True if the output layer has an adapter, too."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is of a whole model, and of no adapter."""
+        return self.rank == WHOLE
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """Everything that training an adapter goes on from, bit for bit, whole and independent of the number of ranks."""
+
+    spec: AdapterSpec
+    tensors: dict[str, np.ndarray]
+    """Float32, by `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and, where gradients wait for their step,
+    `gradients/NAME`. NAME is PEFT's in an adapter's file (`publication/adapter.py`), shapes are of the adapter's own
+    rank: `[rank, in]` for A, `[out, rank]` for B. Of a whole model they are its parameters by the names of its
+    checkpoint, tied ones once. Without optimizer there are weights alone."""
+    num_steps: int = 0
+    """Optimizer steps so far, which AdamW's bias correction counts."""
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The weights alone, by their own names."""
+        return {name.removeprefix("weights/"): value for name, value in self.tensors.items() if _is_weight(name)}
+
+    def for_sampling(self) -> "AdapterState":
+        """The state without optimizer and gradients."""
+        return AdapterState(self.spec, {name: value for name, value in self.tensors.items() if _is_weight(name)})
+
+
+def _is_weight(name: str) -> bool:
+    return name.startswith("weights/")
+
+
+@dataclass(frozen=True)
+class SampleCall:
+    """A request for samples."""
+
+    prompt_ids: Sequence[int]
+    num_samples: int
+    sampling: Sampling
+    """With a seed, always: a call that is repeated draws the same samples (with the hf engine, to the bit)."""
+    stop_ids: Sequence[int] = ()
+    """Tokens that end a sample, besides the model's own."""
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    target_prompt_ids: np.ndarray | None = None
+    """Tokens whose log-probability after each prompt token is asked for, `[P - 1, K]` int64; -1: none."""
+    topk_logprobs: int = 0
+    """Most likely tokens to be told at each sampled position, under the sampling distribution."""
+    pictures: PromptPictures | None = None
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The K most likely tokens at each position, best first."""
+
+    token_ids: np.ndarray
+    """`[positions, K]` int32."""
+    logprobs: np.ndarray
+    """`[positions, K]` float32."""
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    token_ids: list[int]
+    logprobs: list[float]
+    """Under the sampling distribution, natural log."""
+    finish_reason: str
+    """Reason: stop or length."""
+    top: TopTokens | None = None
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    samples: list[SampledTokens]
+    prompt_logprobs: np.ndarray | None = None
+    """Of each prompt token under the model at temperature 1, `[P]` float32, NaN for the first."""
+    top_prompt: TopTokens | None = None
+    """At each prompt token, `[P, K]`, under the model at temperature 1; the first row means nothing."""
+    target_logprobs: np.ndarray | None = None
+    """Of `target_prompt_ids`, of its shape; 0 where it has -1."""
+
+
+class AdapterEngine(Protocol):
+    """An engine that samples from adapters by their names, besides what every `RolloutEngine` does: `generate` goes on
+    with the weights that are published."""
+
+    async def add_adapter(self, name: str, state: AdapterState) -> None:
+        """Take an adapter, which stays until it is dropped. Does nothing for a name that is there. Raises `DataError`
+        for an adapter of layers or of a rank that the engine does not serve, `WorkerDied`."""
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests in flight end with it. Does nothing where there is none of that name."""
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters, in the order in which they came."""
+
+    async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
+        """Sample from an adapter; None: from the weights that are published. A cancelled call ends in the engine, too.
+        Raises `UnknownAdapter`, `PromptRefused` and other `DataError` for what cannot be served, `WorkerDied`."""

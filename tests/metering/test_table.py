@@ -9,8 +9,8 @@ from penstock.metering import table
 from penstock.metering.meters import COUNTER, GAUGE, ORIGIN, SUMMARY, Metric
 from penstock.metering.table import METRICS
 from penstock.orchestrator.observability.reporting.sinks import STEP_PREFIX
-from penstock.workers import trajectory
-from penstock.workers.reward.result import KINDS
+from penstock.workers.agents import trajectory
+from penstock.workers.reward.reward_result import KINDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "monitoring.md"
 ALL = [metric for metrics in METRICS.values() for metric in metrics]

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.network.connection import Address, Connection, connect
-from penstock.network.handshake import HELLO, NotAuthenticated, new_token
+from penstock.network.connection import HELLO, Address, Connection, NotAuthenticated, connect, new_token
 from penstock.network.listener import MAX_PENDING, Listener, PendingHandshakes
 
 TOKEN = new_token()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.network.handshake import (
+from penstock.network.connection import (
     FINISH_BYTES,
     HELLO,
     REPLY,

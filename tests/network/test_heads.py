@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock.network.heads import Heads
+from penstock.network.listener import Heads
 
 
 class Echo(asyncio.Protocol):

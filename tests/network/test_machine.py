@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from penstock.network.machine import FILES_PER_CLIENT, LOW_LIMIT, free_address, interface_of
-from penstock.store.data.remote.pulls import KEPT
+from penstock.network.host import FILES_PER_CLIENT, LOW_LIMIT, free_address, interface_of
+from penstock.store.data.remote_rows import KEPT
 
 
 def test_the_interface_of_an_address() -> None:
@@ -25,7 +25,7 @@ def test_a_free_address_can_be_listened_on() -> None:
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from penstock.network.machine import raise_limit, warning
+from penstock.network.host import raise_limit, warning
 print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 print(warning())
 """

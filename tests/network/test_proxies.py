@@ -7,8 +7,8 @@ import httpx
 import pytest
 import requests
 
-from penstock.network.proxies import LOOPBACK, ask_directly, names_loopback, own_names, without_proxy
-from penstock.workers.lifecycle.serving import ServingActor
+from penstock.network.host import LOOPBACK, ask_directly, names_loopback, own_names, without_proxy
+from penstock.workers.runtime.serving import ServingActor
 
 PROXY = "http://proxy.example:3128"
 

@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from penstock.conf.errors import NotStarted, SandboxUnavailable
-from penstock.workers.machine.processes import ProcessId
-from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.runtime.processes import ProcessId
+from penstock.workers.sandbox.cgroup import descendants
 from penstock.workers.sandbox.execution import Limits, Value
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.sandbox_worker import Worker
-from penstock.workers.sandbox.usage import descendants
 from tests.processes import GONE_S, seen, wait_until_gone
 from tests.sandbox.conftest import in_a_loop
 from tests.virtual_time import put_forward, run_ahead
@@ -195,7 +195,7 @@ async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
 LEAVER = """
 import asyncio
 from penstock.workers.sandbox.sandbox import BlockingSandbox
-from penstock.workers.environments.toolbox import python, sandboxes
+from penstock.workers.agents.toolbox import python, sandboxes
 sandbox = BlockingSandbox()
 sandbox.start()
 asyncio.run(python("1"))

@@ -16,9 +16,11 @@ import pytest
 from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, SandboxUnavailable
 from penstock.workers.reward.code import sandbox
-from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.sandbox import cgroup, check, fence, sandbox_worker, seccomp
+from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.sandbox import cgroup, fence, sandbox_worker
+from penstock.workers.sandbox import fence as fence_module
+from penstock.workers.sandbox import sandbox as sandbox_module
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.sandbox import Sandbox
@@ -143,7 +145,7 @@ LEAKS = {
     "ipc": (lambda patch: patch.setattr(fence, "NAMESPACES", tuple({*fence.NAMESPACES} - {"ipc"})), "ipc namespace"),
     "files": (lambda patch: patch.setattr(fence, "SYSTEM", (*fence.SYSTEM, "/home", "/var")), "sees /home, /var"),
     "system calls": (
-        lambda patch: patch.setattr(seccomp, "ORDINARY", seccomp.ORDINARY + " mount=165/40 unshare=272/97 socket=41/198"),
+        lambda patch: patch.setattr(fence_module, "ORDINARY", fence_module.ORDINARY + " mount=165/40 unshare=272/97 socket=41/198"),
         "may call unshare",
     ),
 }  # fmt: skip
@@ -211,8 +213,8 @@ async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monke
 @in_a_loop
 async def test_a_watch_that_sees_nothing_is_found_out_before_anything_runs(marker, monkeypatch):
     monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
-    monkeypatch.setattr(check, "descendants", lambda pid: [])  # a kernel without CONFIG_PROC_CHILDREN
-    monkeypatch.setattr(check, "SEEN_S", 0.2)
+    monkeypatch.setattr(sandbox_module, "descendants", lambda pid: [])  # a kernel without CONFIG_PROC_CHILDREN
+    monkeypatch.setattr(sandbox_module, "SEEN_S", 0.2)
     said = await refused(marker)
     assert "the memory of a process inside is not seen in /proc" in said
 
@@ -257,4 +259,4 @@ def test_every_kind_of_hole_is_told():
         "granted": ["mount"],
         "limits": {"AS": -1, "CPU": -1, "NPROC": -1, "FSIZE": -1, "NOFILE": -1, "CORE": -1},
     }
-    assert len(check.holes(facts, Sandbox().limits)) == 5 + 5 + 5 + 1
+    assert len(sandbox_module.holes(facts, Sandbox().limits)) == 5 + 5 + 5 + 1

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.sandbox import cgroup, usage
+from penstock.workers.sandbox import cgroup
+from penstock.workers.sandbox import cgroup as cgroup_module
 from penstock.workers.sandbox.execution import MIB, Ending, Limits, Value
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.sandbox import Sandbox
@@ -85,7 +86,7 @@ async def test_without_a_cgroup_unreadable_processes_count_whole(without_cgroup,
             raise PermissionError(13, "Permission denied", str(path))
         return read_text(path, *arguments, **more)
 
-    monkeypatch.setattr(usage.Path, "read_text", refused)
+    monkeypatch.setattr(cgroup_module.Path, "read_text", refused)
     async with Sandbox(LIMITS) as sandbox:
         assert (await sandbox.run_python(HUNGRY)).reason == "memory"
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
@@ -115,7 +116,7 @@ def solve():
 async def test_without_a_cgroup_a_socket_inside_has_the_buffer_that_is_counted(without_cgroup):
     """The socket has no larger buffer: the machine's limit (net.core.wmem_max) may be a hundred MiB."""
     async with Sandbox(LIMITS) as sandbox:
-        assert await sandbox.call(BUFFER, "solve", [[]]) == [Value(usage.buffer_bytes())]
+        assert await sandbox.call(BUFFER, "solve", [[]]) == [Value(cgroup_module.buffer_bytes())]
 
 
 @in_a_loop
@@ -221,17 +222,17 @@ def test_the_watch_counts_rising_times_and_forgets_lost_processes(monkeypatch):
     """1 and 2 run; 2 ends unseen; 1 goes on; 1 waits for a 3 that has been seen."""
     looks = [{1: (0.5, 0), 2: (1.0, 0)}, {1: (0.75, 0)}, {1: (1.0, 0), 3: (2.0, 0)}, {1: (1.25, 2.25)}]
     now: dict[int, tuple[float, float]] = {}
-    monkeypatch.setattr(usage, "descendants", lambda pid: list(now))
-    monkeypatch.setattr(usage, "times_of", lambda pid: ((pid, 0), now[pid]))
-    monkeypatch.setattr(usage, "memory_of", lambda pid: 10)
-    monkeypatch.setattr(usage, "num_sockets", lambda pid: 3)
-    monkeypatch.setattr(usage, "buffer_bytes", lambda: 100)
-    watch = usage.Watch(0)
+    monkeypatch.setattr(cgroup_module, "descendants", lambda pid: list(now))
+    monkeypatch.setattr(cgroup_module, "times_of", lambda pid: ((pid, 0), now[pid]))
+    monkeypatch.setattr(cgroup_module, "memory_of", lambda pid: 10)
+    monkeypatch.setattr(cgroup_module, "num_sockets", lambda pid: 3)
+    monkeypatch.setattr(cgroup_module, "buffer_bytes", lambda: 100)
+    watch = cgroup_module.Watch(0)
     seen = []
     for look in looks:
         now.clear()
         now.update(look)
-        assert watch.look() == 10 * len(look) + 3 * usage.BUFFERS_HELD * 100
+        assert watch.look() == 10 * len(look) + 3 * cgroup_module.BUFFERS_HELD * 100
         seen.append(watch.cpu_s)
     assert seen == [1.5, 1.75, 4.0, 4.25]
 
@@ -248,6 +249,6 @@ def test_memory_counts_where_the_first_thread_of_a_process_has_ended():
         process.stdout.readline()
         while "Z" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]:
             time.sleep(0.005)
-        assert 64 * MIB < usage.memory_of(process.pid) < 128 * MIB
+        assert 64 * MIB < cgroup_module.memory_of(process.pid) < 128 * MIB
         process.kill()
-    assert usage.memory_of(process.pid) == 0
+    assert cgroup_module.memory_of(process.pid) == 0

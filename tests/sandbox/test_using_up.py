@@ -4,8 +4,8 @@
 
 import pytest
 
+from penstock.workers.sandbox.cgroup import descendants, memory_of
 from penstock.workers.sandbox.execution import Value
-from penstock.workers.sandbox.usage import descendants, memory_of
 from tests.sandbox.conftest import worker_of
 
 pytestmark = pytest.mark.real

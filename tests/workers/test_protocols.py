@@ -76,7 +76,7 @@ def test_numbers_of_other_kinds_become_pythons_own() -> None:
 def test_what_is_accepted_reaches_vllms_engine(
     temperature: float, top_p: float, top_k: int, min_p: float, stop: list[str], seed: int | None
 ) -> None:
-    from penstock.workers.rollout.vllm_conversion import sampling_params
+    from penstock.workers.rollout.engine_vllm import sampling_params
 
     try:
         sampling = Sampling(temperature, top_p, top_k, min_p, stop=tuple(stop), seed=seed)

@@ -1,40 +1,38 @@
-"""The files of a Hugging Face model's directory: one listing of what is exported with a model, copied to other nodes,
-and read for its weights.
+"""The directory of a Hugging Face model, read without building the model: its files, and the longest sequence that it
+takes.
 
-A model may lie in a clone, in a trainer's output or in the working directory, beside `.git`, checkpoints, runs and
-data. So files count by their names, and those of the directory itself alone. Names are relative to it. Links count as
-what they lead to, as in the hub's cache; what is no regular file does not count.
+One listing serves what is exported with a model, copied to other nodes, and read for its weights. A model may lie in a
+clone, in a trainer's output or in the working directory, beside `.git`, checkpoints, runs and data. So files count by
+their names, and those of the directory itself alone. Names are relative to it. Links count as what they lead to, as in
+the hub's cache; what is no regular file does not count.
 
-The driver checks an export with it, maybe on another machine than the ranks that have written the files.
+The longest sequence is derived as vLLM does, which refuses longer ones, so that nothing is refused here that an engine
+serves. Both forms are read: `rope_scaling` of transformers 4 and `rope_parameters` of transformers 5, the latter also
+by kinds of layers.
 """
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from penstock.conf.errors import WeightError
-from penstock.workers.machine.files import fault_of_size
+from penstock.workers.runtime.url_files import fault_of_size
 
 CONFIG = "config.json"
-
 TEXTS = (
     CONFIG, "*_config.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "added_tokens.json", "chat_template.json",
     "merges.txt", "params.json", "special_tokens_map.json", "tekken.json", "tokenizer.json", "vocab.*", "LICENSE*",
     "NOTICE*",
 )  # fmt: skip
 """Names of configurations, of what tokenizers and processors of pictures read, and of code."""
-
 ADAPTER_CONFIG = "adapter_config.json"
-
 TEMPLATES = "additional_chat_templates"
 """Folder of the tokenizer's further chat templates, the only one that counts."""
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
 SHARDS = "model-*-of-*.safetensors"
 
 
@@ -106,3 +104,66 @@ def check_exported(directory: str, written: Iterable[Mapping[str, int]]) -> None
                 "DIRECTORY."
             )
     remove_weights(Path(directory), files)
+
+
+LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Names of lengths in configurations; the smallest counts."""
+OVERRIDE = "model_max_length"
+"""Name of the one that counts alone where it is there."""
+SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Rope types whose configurations have the length after scaling: their factor is not applied to it. Linear scaling's
+is."""
+DYNAMIC = "dynamic"
+"""Rope type whose angles depend on the sequence's length. vLLM accepts sequences of `factor` times the length, but its
+table of angles ends at the length itself."""
+LONGROPE = ("su", "longrope")
+
+
+def longest_context(config: Mapping[str, Any]) -> int | None:
+    """Most tokens of a sequence; None where the configuration does not say.
+
+    >>> longest_context({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    8192
+    """
+    text = _of_text(config)
+    lengths = [text[name] for name in LENGTHS if isinstance(text.get(name), int)]
+    longest = text.get(OVERRIDE) or min(lengths, default=None)
+    if longest is None or "gemma3" in str(text.get("model_type")):  # Gemma 3's is scaled already, by whatever type
+        return longest
+    factor = 1.0
+    for rope in _ropes(text):
+        if _type(rope) not in (*SCALED_ALREADY, DYNAMIC):
+            factor = rope.get("factor") or factor
+    return int(longest * factor)
+
+
+def longest_short_context(config: Mapping[str, Any]) -> int | None:
+    """Most tokens of a sequence for which LongRoPE (2402.13753) has its short factors; None for other models.
+
+    Beyond it transformers takes the long ones for long batches, and an engine of vLLM that is to serve longer sequences
+    takes them for all.
+    """
+    text = _of_text(config)
+    name = "original_max_position_embeddings"
+    lengths = [text.get(name) or rope.get(name) for rope in _ropes(text) if _type(rope) in LONGROPE]
+    return min((length for length in lengths if length), default=None)
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part about text in the configuration of a model that sees, too."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The rope's settings; those of each kind of layers where they differ."""
+    found = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
+    yield from nested or ([found] if found else [])
+
+
+def _type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type"))

@@ -29,9 +29,9 @@ from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address, Connection, connect
 from penstock.network.names import OutsideName, below
 from penstock.store.data.roots import claim_root, guard_root, remove_root, sweep_stale
-from penstock.workers.machine.files import SavedFile, saved_file
-from penstock.workers.machine.local_files import replacing
 from penstock.workers.models.model_files import model_files
+from penstock.workers.runtime.local_files import replacing
+from penstock.workers.runtime.url_files import SavedFile, saved_file
 
 FILES = 3
 """Service of an agent's port, a byte: a connection from another node asks for one. `agent.py` has all of them."""

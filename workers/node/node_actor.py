@@ -28,13 +28,13 @@ from typing import Any
 import ray
 
 from penstock.network.connection import Address
-from penstock.network.machine import raise_limit
-from penstock.workers.machine import processes
-from penstock.workers.machine.processes import ProcessId, register
-from penstock.workers.node import agent
-from penstock.workers.node.agent import NodeFacts
+from penstock.network.host import raise_limit
+from penstock.workers.node import node_agent
 from penstock.workers.node.file_service import FileSet
+from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.protocols import Publication
+from penstock.workers.runtime import processes
+from penstock.workers.runtime.processes import ProcessId, register
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
@@ -215,7 +215,9 @@ class NodeAgent:
         raise_limit()
         node = ray.get_runtime_context().get_node_id()
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
-        self._agent = agent.NodeAgent(root, node, ray.util.get_node_ip_address(), token, span, files_dir, spill_dir)
+        self._agent = node_agent.NodeAgent(
+            root, node, ray.util.get_node_ip_address(), token, span, files_dir, spill_dir
+        )
         self._closed = asyncio.Event()
         self._mailbox = Mailbox()
         self._output = Output()
@@ -298,7 +300,7 @@ class NodeAgent:
     async def dump_stacks(self, process: ProcessId, name: str) -> str:
         """The stacks of all threads of an actor's process on this node, within half a minute; or why they are not
         known. 200 kB at most."""
-        return await asyncio.to_thread(processes.dump, process, self._agent.root / agent.STACKS, name)
+        return await asyncio.to_thread(processes.dump, process, self._agent.root / node_agent.STACKS, name)
 
     async def take_output(self, processes: dict[str, ProcessId]) -> dict[str, Lines]:
         """Take the output of this node's members since the last call, by name. `processes`: of those that are there."""

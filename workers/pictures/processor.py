@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.conf.errors import ConfigError, DataError
-from penstock.workers.pictures.encoding import KINDS
 from penstock.workers.pictures.families import FAMILIES, Family, refusal
-from penstock.workers.pictures.placeholders import PromptPictures, Range, check_ranges, expanded
+from penstock.workers.pictures.prompt_pictures import KINDS, PromptPictures, Range, check_ranges, expanded
 
 if TYPE_CHECKING:
     from PIL.Image import Image

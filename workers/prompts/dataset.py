@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, suggest
 from penstock.workers.problems import Problems
-from penstock.workers.prompts.data_files import Wanted, open_table
 from penstock.workers.prompts.data_names import names_split
 from penstock.workers.prompts.dataset_row import (
     DataPart,
@@ -26,9 +27,17 @@ from penstock.workers.prompts.dataset_row import (
     split_response,
     with_template,
 )
-from penstock.workers.prompts.pictures import RowPictures
-from penstock.workers.prompts.rows import PythonRows, RawRows, check_texts, without_none
-from penstock.workers.user_code import find_function
+from penstock.workers.prompts.raw_rows import (
+    ArrowRows,
+    PythonRows,
+    RawRows,
+    Wanted,
+    check_texts,
+    open_table,
+    without_none,
+)
+from penstock.workers.prompts.row_pictures import RowPictures
+from penstock.workers.user_code import InlineValue, find_function
 
 DEFAULT_PROBLEMS = 100_000
 MOST_ROWS = 10_000_000
@@ -288,6 +297,11 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
         data = data.part(next(iter(data.mixture)))
     if not data.path:
         raise DataError(f"data.path=null: data.source={data.source} needs {_PATH_MEANS[data.source]}.")
+    path = evaluation.path if held_out else data.path
+    if isinstance(path, InlineValue):
+        size = evaluation.num_problems if held_out else data.size
+        is_table = isinstance(path.value, pa.Table)
+        return TableDataset(ArrowRows(path, [path.value]) if is_table else PythonRows(path, 0, size), data, size)
     if data.kind == "reasoning_gym":
         return ProblemDataset(_problems(data, evaluation, held_out), data)
     if data.kind == "python":

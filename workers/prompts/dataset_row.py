@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from penstock.algorithms.graph.columns import OPENS_THINKING, TASK_MESSAGES
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError, suggest
 
@@ -54,6 +55,11 @@ class DatasetRow:
         """The `task` column: the row's own columns with `prompt`, `answer`, `index` and `more`."""
         columns = {**self.extra, "prompt": self.prompt, "answer": self.answer, "index": self.index, **more}
         return json.dumps(columns, default=str)
+
+    def prompt_task(self, *, opens_thinking: bool = False) -> str:
+        """The `task` column of a prompt, with its conversation. `opens_thinking`: the prompt has begun the thinking."""
+        more = {OPENS_THINKING: True} if opens_thinking else {}
+        return self.to_json(**more, **({TASK_MESSAGES: self.messages} if self.messages else {}))
 
     def with_hint(self, hint: str) -> "DatasetRow":
         """The row with another text of the user: `hint`, in which {prompt}, {answer} and {column} stand for the row's

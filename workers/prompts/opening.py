@@ -12,22 +12,17 @@ from typing import Any
 from penstock.conf.data import ENVIRONMENT
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
-from penstock.workers.environments import task as environments
-from penstock.workers.environments.environment import make_environment
+from penstock.workers.agents import environment as environments
+from penstock.workers.agents.environment import make_environment
+from penstock.workers.models.tokenizer import generation_ends, load_tokenizer
 from penstock.workers.pictures.processor import PictureProcessor
-from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
+from penstock.workers.prompts.data_identity import HeldOutProblems
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DataPart, DatasetRow, Needs, PromptDataset
-from penstock.workers.prompts.held_out import HeldOutProblems
-from penstock.workers.prompts.rows import check_texts, first_of
+from penstock.workers.prompts.order import Curriculum, CurriculumState
+from penstock.workers.prompts.raw_rows import check_texts, first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
-from penstock.workers.prompts.tokenization import (
-    PromptEncoder,
-    PromptTooLong,
-    TokenLimits,
-    generation_ends,
-    load_tokenizer,
-)
+from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 MAX_READ_ROWS = 50_000
 """Rows that are read of a file. Problems of reasoning_gym are generated and pictures are decoded, which takes longer:

@@ -1,11 +1,10 @@
 """`Prompts`: the Ray shell around the dataset; it admits groups to the store as the store has credits for them."""
 
 from penstock.conf.run import RunConfig
-from penstock.store.client.client import StoreClient
-from penstock.workers.lifecycle.progress import Progress
-from penstock.workers.lifecycle.serving import ServingActor
+from penstock.store.client.store_client import StoreClient
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.runtime.serving import Progress, ServingActor
 
 
 class Prompts(ServingActor):

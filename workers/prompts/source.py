@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from penstock.algorithms.graph.columns import HINTED, OPENS_THINKING
+from penstock.algorithms.graph.columns import ENVIRONMENT_TASK, HINTED, TASK_MESSAGES
 from penstock.conf.errors import DataError
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import StoreClosed
-from penstock.workers.environments.task import KEY, MESSAGES
-from penstock.workers.prompts.curriculum import Curriculum, CurriculumState
+from penstock.workers.prompts.data_identity import DataIdentity, HeldOutProblems
 from penstock.workers.prompts.dataset_row import DatasetRow, Needs, PromptDataset
-from penstock.workers.prompts.held_out import HeldOutProblems
-from penstock.workers.prompts.identity import DataIdentity
-from penstock.workers.prompts.order import PromptCursor, PromptOrder
+from penstock.workers.prompts.order import Curriculum, CurriculumState, PromptCursor, PromptOrder
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
 REMEMBERED_CURSORS = 65_536
@@ -306,11 +303,9 @@ class PromptSource:
             response = {"response_ids": response_ids, "response_text": row.response}
             return {**prompt.columns(), "task": row.to_json(), **response}
         if self.rows_are == "tasks":
-            has_conversation = KEY not in row.extra
-            task = row.to_json(**{MESSAGES: self.encoder.conversation(row)} if has_conversation else {})
+            has_conversation = ENVIRONMENT_TASK not in row.extra
+            task = row.to_json(**{TASK_MESSAGES: self.encoder.conversation(row)} if has_conversation else {})
             return {"task": task} | ({"pictures": list(row.pictures)} if self.encoder.processor is not None else {})
         hinted = {} if self.encoder.hint is None else {HINTED: self.encoder.hinted(row)}
         prompt = self.encoder.prompt(row)
-        more = {OPENS_THINKING: True} if prompt.opens_thinking else {}
-        messages = {MESSAGES: row.messages} if row.messages else {}
-        return {**prompt.columns(), "task": row.to_json(**more, **messages), **hinted}
+        return {**prompt.columns(), "task": row.prompt_task(opens_thinking=prompt.opens_thinking), **hinted}

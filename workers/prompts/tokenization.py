@@ -12,7 +12,6 @@ the turn:
 It is the same for training, for held-out prompts, and for the check before a run starts.
 """
 
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,14 +20,11 @@ from typing import Any
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.run import RunConfig
-from penstock.workers.gateway.formats.answers import begins_thinking
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.models.tokenizer import answer_ending, begins_thinking
 from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.prompts.dataset_row import DatasetRow
-from penstock.workers.prompts.pictures import MARK, in_parts
-
-ANSWER = "\u2042"
-"""Placeholder for an answer in a text of the chat template."""
+from penstock.workers.prompts.row_pictures import MARK, in_parts
 
 
 class PromptTooLong(DataError):
@@ -227,14 +223,11 @@ class PromptEncoder:
     @cached_property
     def _ending(self) -> str:
         """The text that the chat template writes after an answer."""
-        written = self._written([{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}])
-        _, answer, ending = written.rpartition(ANSWER)
-        if not answer:
-            raise ModelError(
-                "the model's chat template leaves out what the assistant says, so that nothing can be learned from "
-                "demonstrations. Set data.chat_template=false, or give the model another chat_template.jinja."
-            )
-        return ending
+        return answer_ending(
+            self._written,
+            ", so that nothing can be learned from demonstrations. Set data.chat_template=false, or give the model "
+            "another chat_template.jinja.",
+        )
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -277,22 +270,3 @@ def _beginning(texts: Sequence[str]) -> str:
     first, last = min(texts), max(texts)
     length = next((place for place, (one, other) in enumerate(zip(first, last)) if one != other), len(first))  # noqa: B905
     return first[:length]
-
-
-def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer of a HF model directory or hub id. Raises `ModelError`."""
-    transformers = importlib.import_module("transformers")  # takes a second
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model.path={path}: its tokenizer cannot be loaded: {error}") from error
-
-
-def generation_ends(tokenizer: Any) -> list[int]:
-    """Tokens at which the model of a tokenizer stops by its generation_config.json; none without this file."""
-    transformers = importlib.import_module("transformers")
-    try:
-        ends = transformers.GenerationConfig.from_pretrained(getattr(tokenizer, "name_or_path", "")).eos_token_id
-    except (OSError, ValueError):
-        return []
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]

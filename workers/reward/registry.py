@@ -5,18 +5,17 @@ process of the pool resolves it anew. Functions of files are imported there, cal
 """
 
 import importlib
-import pickle
-import sys
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from penstock.conf.data import ColumnsConfig
 from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.secret import reveal
 from penstock.workers.reward.signatures import HELP, Caller, LogMetric, RewardFunction, adapt, name_of
-from penstock.workers.user_code import absolute, find_function, import_file, with_file
+from penstock.workers.user_code import InlineValue, absolute, find_function, import_file, with_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,6 +47,8 @@ def find_reward(spec: str) -> Callable[..., Any]:
 
     Raises `ConfigError` with the nearest known name, or with what the import of the file raised.
     """
+    if isinstance(spec, InlineValue):
+        return cast(Callable[..., Any], spec.value)
     for module in BUILTIN_MODULES:
         importlib.import_module(module)
     if spec in REWARDS:
@@ -64,9 +65,8 @@ def find_reward(spec: str) -> Callable[..., Any]:
 class RewardSpec:
     """A reward function and its options, in a form that any process can resolve."""
 
-    function: str = ""
-    pickled: bytes = b""
-    """A callable by cloudpickle, instead of `function`."""
+    function: str
+    """Name of the function, or an `InlineValue`."""
     options: dict[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
     """Files that are run before the function is looked up: those that register rewards (`imports` of the run), or that
@@ -88,9 +88,11 @@ class RewardSpec:
         bound = dict(options or {})
         files = tuple(absolute(path) for path in imports)
         if not isinstance(function, str):
-            return cls(pickled=_pickled(function), options=bound)
+            if not callable(function):
+                raise ConfigError(f"reward: {function!r} is no function. {HELP}")
+            return cls(InlineValue(name_of(function), function), bound)
         if function in REWARDS and not REWARDS[function].function.__module__.startswith("penstock."):
-            return cls(function, _pickled(REWARDS[function].function), bound)
+            return cls(InlineValue(function, REWARDS[function].function), bound)
         return cls(with_file(function, absolute), options=bound, imports=files)
 
     def resolve(self, log_metric: LogMetric = lambda name, value: None) -> RewardFunction:
@@ -98,8 +100,6 @@ class RewardSpec:
         for path in self.imports:
             import_file(path, "imports")
         caller, options = Caller(self.with_thinking, self.max_steps, log_metric), reveal(self.options)
-        if self.pickled:
-            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), options, caller)
         return adapt(find_reward(self.function), options, caller)
 
     def warm(self) -> None:
@@ -113,27 +113,21 @@ class RewardSpec:
         self.resolve()
 
 
-def _pickled(function: Callable[..., Any]) -> bytes:
-    """The function pickled: by value where its module is the user's own, which another process may not find; else by
-    reference."""
-    if not callable(function):
-        raise ConfigError(f"reward: {function!r} is no function. {HELP}")
-    cloudpickle = importlib.import_module("cloudpickle")
-    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
-    if module is None or module.__name__ == "__main__" or _is_installed(module):
-        return bytes(cloudpickle.dumps(function))
-    cloudpickle.register_pickle_by_value(module)
+ANSWER = ("answer", "ground_truth")
+"""Parameters that get the row's answer."""
+
+
+def needs_answer(function: str | Callable[..., Any], options: Mapping[str, Any], column: str | None) -> bool:
+    """Return whether a reward asks for the answer, by a parameter without a default or in a judge's rubric. `column`:
+    that of the answer, which a function of TRL's names. Raises `ConfigError` for one that is not found."""
+    if function == ENVIRONMENT_REWARD:
+        return False
+    if "{answer}" in str(options.get("rubric", "")):
+        return True
     try:
-        return bytes(cloudpickle.dumps(function))
-    except (TypeError, pickle.PicklingError) as error:
-        raise ConfigError(
-            f"reward: {module.__name__}.{name_of(function)} cannot be sent to the reward processes: {error}. "
-            "Name it as `file.py:function` instead, so that each process imports it."
-        ) from error
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_installed(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is None or module.__name__.startswith("penstock.") or "site-packages" in Path(file).parts
+        parameters = inspect.signature(find_reward(function) if isinstance(function, str) else function).parameters
+    except (TypeError, ValueError):  # a builtin, which `adapt` refuses
+        return False
+    columns = (column, "solution") if column == ColumnsConfig.answer else (column,)  # as rows of TRL's datasets call it
+    asked = [name for name in (*ANSWER, *columns) if name in parameters and name not in options]
+    return any(parameters[name].default is inspect.Parameter.empty for name in asked if name is not None)

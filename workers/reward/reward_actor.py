@@ -6,13 +6,12 @@ from typing import Any
 
 from penstock.conf.reward import RewardConfig
 from penstock.metering.ray_export import Origin, exported
-from penstock.store.client.client import StoreClient
-from penstock.workers.lifecycle.progress import Progress
-from penstock.workers.lifecycle.serving import ServingActor
-from penstock.workers.reward.pool import RewardPool
+from penstock.store.client.store_client import StoreClient
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.result import RewardResult
+from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_result import RewardResult
 from penstock.workers.reward.reward_worker import REWARD, Pool, RewardStage, RewardWorker
+from penstock.workers.runtime.serving import Progress, ServingActor
 
 
 @dataclass(frozen=True)

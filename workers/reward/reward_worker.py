@@ -18,13 +18,13 @@ from penstock.conf.errors import LeaseExpired
 from penstock.conf.reward import RewardConfig
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
+from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
-from penstock.workers.lifecycle.concurrent_tasks import BusyClock, run_all
-from penstock.workers.lifecycle.error_share import ErrorShare
-from penstock.workers.reward.response import Response
-from penstock.workers.reward.result import RewardError, RewardResult
+from penstock.workers.reward.reward_result import RewardError, RewardResult
+from penstock.workers.reward.signatures import Response
+from penstock.workers.runtime.async_tasks import BusyClock, run_all
+from penstock.workers.runtime.serving import ErrorShare
 
 DROP_REASON, NOT_COUNTED = "reward_error", "no_reward"
 """Reasons to drop a sample: its reward failed; the function gave None for it."""
@@ -38,7 +38,7 @@ sample."""
 
 
 class Pool(Protocol):
-    """The interface of what scores: processes with a function (`pool.py`), or an engine (`workers/judging.py`)."""
+    """The interface of what scores: processes with a function (`pool.py`), or an engine (`workers/judge_pool.py`)."""
 
     async def start(self) -> None: ...
 

@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import SandboxUnavailable
-from penstock.workers.sandbox import seccomp
-from penstock.workers.sandbox.cgroup import Cgroup
+from penstock.workers.sandbox.cgroup import Cgroup, Watch
 from penstock.workers.sandbox.execution import CPU_SLACK_S, Ending, Limits
-from penstock.workers.sandbox.fence import DEVICES, Machine, command
-from penstock.workers.sandbox.usage import Watch
+from penstock.workers.sandbox.fence import DEVICES, Machine, command, seccomp_program
 
 START_S = 30.0
 """Seconds for a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
@@ -78,7 +76,7 @@ class Worker:
         with ExitStack() as files:
             files.enter_context(theirs)
             stderr = _file(files)
-            filter_file = _file(files, seccomp.program(platform.machine(), keeper=True), sealed=True)
+            filter_file = _file(files, seccomp_program(platform.machine(), keeper=True), sealed=True)
             words = command(machine, _inner(theirs.fileno(), limits, rehearse), filter_file)
             inherited = [theirs.fileno(), filter_file]
             try:
@@ -278,7 +276,7 @@ def _spawned(words: list[str], inherited: list[int], stderr: int) -> "subprocess
 def _inner(control: int, limits: Limits, rehearse: bool) -> list[str]:
     """Arguments of the interpreter inside: isolated from its environment, without packages."""
     programs = {
-        kind: seccomp.program(platform.machine(), keeper=False, is_counted=kind == "counted").hex()
+        kind: seccomp_program(platform.machine(), keeper=False, is_counted=kind == "counted").hex()
         for kind in ("counted", "uncounted")
     }
     told = json.dumps(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.machine.local_files import filling
 from penstock.workers.models.model_files import copy_texts, model_files, text_files, weight_files
+from penstock.workers.runtime.local_files import filling
 
 MODEL = {
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

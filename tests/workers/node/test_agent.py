@@ -16,22 +16,19 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.conf.errors import ResourceError, SandboxUnavailable, StoreError
-from penstock.network.connection import Address
-from penstock.network.handshake import new_token
-from penstock.store.data.arena import Arena
-from penstock.store.data.layout import ColumnNote, Placed
-from penstock.store.data.payload import Payload, assemble
-from penstock.store.data.remote.nodes import Orders, RowsNode, RowsNodes
-from penstock.store.data.remote.pulls import Pulls
-from penstock.store.data.remote.server import Spill
+from penstock.network.connection import Address, new_token
+from penstock.store.data.block_index import Payload, assemble
+from penstock.store.data.codec import ColumnNote, Placed
+from penstock.store.data.remote_rows import Orders, Pulls, RowsNode, RowsNodes, Spill
 from penstock.store.data.roots import OWNER_NAME
-from penstock.workers.node.agent import NODE, ROWS, STACKS, STATES, WEIGHTS, NodeAgent
+from penstock.store.data.segment_files import Arena
+from penstock.workers.node.node_agent import NODE, ROWS, STACKS, STATES, WEIGHTS, NodeAgent
 from penstock.workers.sandbox.execution import Limits
 
 HOST = "127.0.0.1"
 AGENT = """
 import sys, time
-from penstock.workers.node.agent import NodeAgent
+from penstock.workers.node.node_agent import NodeAgent
 agent = NodeAgent(sys.argv[1], "here", "127.0.0.1", bytes(32))
 print("there", flush=True)
 time.sleep(600)
@@ -156,18 +153,18 @@ def test_it_serves_the_rows_of_its_node_and_nothing_outside_of_them(tmp_path: Pa
         (agent.root / "secret").write_bytes(bytes(9000))
         pulls = Pulls({"here": agent.facts.address}, token)
         there = Payload(np.arange(5), np.arange(5), [placed], [(["x"], np.array([[0, 10, 1, 5]]))])
-        assert assemble(pulls.fetch_blocking(there, bool), ["x"], []).values("x").tolist() == list(range(10, 15))
+        assert assemble(pulls.fetch_blocking(there), ["x"]).values("x").tolist() == list(range(10, 15))
         for lie in (replace(placed, segment="../secret"), replace(placed, nbytes=10**6, columns=outside(placed))):
             there.sources = [lie]
             with pytest.raises(StoreError):
-                pulls.fetch_blocking(there, bool)
+                pulls.fetch_blocking(there)
         orders = Orders(RowsNodes({"ray": RowsNode("here", agent.facts.rows, agent.facts.address)}, token))
         orders.give("here", Spill(placed.segment))
         spilled = Path(agent.facts.rows[1]) / placed.segment
         while not spilled.exists():
             time.sleep(0.01)
         there.sources = [placed]
-        assert assemble(pulls.fetch_blocking(there, bool), ["x"], []).values("x").tolist() == list(range(10, 15))
+        assert assemble(pulls.fetch_blocking(there), ["x"]).values("x").tolist() == list(range(10, 15))
         pulls.close()
         orders.close()
     finally:

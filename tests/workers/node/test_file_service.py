@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ResourceError
-from penstock.network.handshake import new_token
-from penstock.workers.machine.files import SavedFile
-from penstock.workers.node.agent import NodeAgent
+from penstock.network.connection import new_token
 from penstock.workers.node.file_service import FileSet
+from penstock.workers.node.node_agent import NodeAgent
+from penstock.workers.runtime.url_files import SavedFile
 
 HOST = "127.0.0.1"
 

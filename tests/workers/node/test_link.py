@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ResourceError
-from penstock.network.connection import Address
-from penstock.network.handshake import new_token
-from penstock.workers.node import link
-from penstock.workers.node.agent import NodeAgent
+from penstock.network.connection import Address, new_token
+from penstock.workers.node import node_agent
+from penstock.workers.node.node_agent import NodeAgent
 
 HOST = "127.0.0.1"
 
@@ -30,11 +29,11 @@ def test_what_is_sent_is_bounded_and_all_of_it_arrives(
     agents: list[NodeAgent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    real = link.send
-    monkeypatch.setattr(link, "send", lambda lane: sent.append(count := real(lane)) or count)
+    real = node_agent.send_until_enough
+    monkeypatch.setattr(node_agent, "send_until_enough", lambda lane: sent.append(count := real(lane)) or count)
     assert agents[0].measure_link(agents[1].facts.address) > 1e6
-    assert len(sent) == link.LANES
-    assert all(0 < count <= link.MOST_BYTES and not count % link.FRAME_BYTES for count in sent)
+    assert len(sent) == node_agent.LANES
+    assert all(0 < count <= node_agent.MOST_LINK_BYTES and not count % node_agent.FRAME_BYTES for count in sent)
 
 
 @pytest.mark.real
@@ -58,10 +57,10 @@ def test_another_run_is_not_answered(agents: list[NodeAgent], tmp_path: Path) ->
 
 def test_who_sends_what_was_not_agreed_is_left_alone() -> None:
     here, there = socket.socketpair()
-    thread = threading.Thread(target=link.serve, args=(there,))
+    thread = threading.Thread(target=node_agent.serve_link, args=(there,))
     thread.start()
-    with link.Connection(here) as connection:
-        connection.send(link.BYTES, num_bytes=link.FRAME_BYTES + 1)
-        assert connection.receive().kind == link.END
+    with node_agent.Connection(here) as connection:
+        connection.send(node_agent.BYTES, num_bytes=node_agent.FRAME_BYTES + 1)
+        assert connection.receive().kind == node_agent.END
     thread.join(60)
     assert not thread.is_alive()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.machine.processes import ProcessId
 from penstock.workers.node.node_actor import MOST_BYTES, Output
+from penstock.workers.runtime.processes import ProcessId
 
 TALKER = "import sys\nfor line in sys.stdin:\n  exec(line)\n  sys.stdout.flush(); print('done', file=sys.__stderr__)"
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import MemoryCheckpointError
-from penstock.network.handshake import new_token
-from penstock.workers.node.agent import NodeAgent
-from penstock.workers.node.states import partners
-from penstock.workers.trainer.memory_slots import SLOTS, Block, Header, Part, Slots, reserve_slots
+from penstock.network.connection import new_token
+from penstock.workers.node.node_agent import NodeAgent
+from penstock.workers.node.state_service import partners
+from penstock.workers.trainer.memory_slots import SLOTS, Block, Header, PieceInfo, Slots, reserve_slots
 
 HOST, TRAINER = "127.0.0.1", "policy"
 NUM_BYTES, BLOCK = 3_000_000, 1_000_000
@@ -49,7 +49,7 @@ def keep(agent: NodeAgent, step: int, rank: int = 0, lineage: str = "a", leave_b
     blocks = tuple(
         Block(BLOCK, xxhash.xxh3_128_hexdigest(data[start : start + BLOCK])) for start in range(0, NUM_BYTES, BLOCK)
     )
-    part = Part("policy/weights/w", "uint8", (NUM_BYTES,), 0, (NUM_BYTES,))
+    part = PieceInfo("policy/weights/w", "uint8", (NUM_BYTES,), 0, (NUM_BYTES,))
     slots.seal(slot, Header(step, rank, 2, lineage, NUM_BYTES, leave_bytes, (part,), blocks, "{}"))
 
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from penstock.workers.pictures.encoding import MOST_PIXELS, encoded
+from penstock.workers.pictures.prompt_pictures import MOST_PIXELS, encoded
 from tests.vision_models import picture
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
-from penstock.workers.pictures.placeholders import check_ranges, expanded
+from penstock.workers.pictures.prompt_pictures import check_ranges, expanded
 
 PAD = 1
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.pictures.families import FAMILIES
-from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, hash_of, opened, size_of
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from tests.vision_models import END, IMAGE, START, VIDEO, build_vision_model, picture
 
 SMALL, WIDE = picture(56, 84), picture(60, 150, seed=1)

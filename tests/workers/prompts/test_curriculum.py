@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from penstock.conf.data import CurriculumConfig, DataConfig, EvaluationConfig, PhaseConfig
 from penstock.conf.errors import DataError
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.ledger.outcomes import Outcome
 from penstock.store.service.store import Store
-from penstock.workers.environments.task import Task
-from penstock.workers.prompts.curriculum import Curriculum, CurriculumState, Level, level_of, phase_of
+from penstock.workers.agents.environment import Task
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow
-from penstock.workers.prompts.order import PromptCursor, chance
+from penstock.workers.prompts.order import Curriculum, CurriculumState, Level, PromptCursor, chance, level_of, phase_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
 from tests.amounts import amount
@@ -247,7 +246,7 @@ def test_a_run_that_is_resumed_draws_what_it_would_have_drawn(tmp_path: Path, by
 
 def test_it_goes_back_to_any_group_it_has_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store was restored in the place of another: what was heard stays known."""
-    monkeypatch.setattr("penstock.workers.prompts.curriculum.REMEMBERED_STATES", 5)
+    monkeypatch.setattr("penstock.workers.prompts.order.REMEMBERED_STATES", 5)
     dice = random.Random(0)
     source = source_of(write_rows(tmp_path), heard=[(0.5, float(dice.random() < 0.5)) for _ in range(60)])
     whole = source.next_groups(60)

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError, DataError
-from penstock.workers.prompts.data_files import Wanted, choose_files
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import Needs
+from penstock.workers.prompts.raw_rows import Wanted, choose_files
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 ROWS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n), "level": n} for n in range(5)]

@@ -10,7 +10,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.prompts.dataset_row import DatasetRow
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
-from tests.workers.gateway.formats.real_templates import TRL_TEMPLATES, trl_tokenizer
+from tests.workers.agents.gateway.formats.real_templates import TRL_TEMPLATES, trl_tokenizer
 
 ROW = DatasetRow("What is 2+2?", "4", 0, "row 0", response="It is 4.", rejected="It is 5.")
 WITHOUT_TEXTS = ("idefics3", "llava_next", "smolvlm")

@@ -17,11 +17,10 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.environments.environment import make_environment
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.environment import Task, make_environment
 from penstock.workers.prompts import opening
+from penstock.workers.prompts.data_identity import HeldOutProblems, problem_of
 from penstock.workers.prompts.dataset_row import DatasetRow
-from penstock.workers.prompts.held_out import HeldOutProblems, problem_of
 from penstock.workers.prompts.opening import EnvironmentTasks, open_held_out, open_rows, open_source, rows_to_read
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
@@ -30,7 +29,7 @@ from tests.workers.prompts.test_source import Characters
 EVALUATED = ["evaluation.every_steps=5", "evaluation.num_problems=20"]
 GAME = """
 import random
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.environment import Task
 
 class Game:
     def __init__(self, highest=200, names_it=False):

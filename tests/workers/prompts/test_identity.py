@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.data import DataConfig, EvaluationConfig, PartConfig
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.environment import Task
+from penstock.workers.prompts.data_identity import DataIdentity, digest_of
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import PromptDataset
-from penstock.workers.prompts.identity import DataIdentity, digest_of
 from penstock.workers.prompts.opening import EnvironmentTasks
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.source import PromptSource, PromptStart

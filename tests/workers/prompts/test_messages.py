@@ -9,13 +9,13 @@ import pytest
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.model import ModelConfig
-from penstock.workers.environments import task as environments
-from penstock.workers.environments.adapters.agent import row_of
+from penstock.workers.agents import environment as environments
+from penstock.workers.agents.adapters.agent import row_of
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow, is_conversation, messages_of, with_template
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
-from tests.workers.gateway.formats.real_templates import trl_tokenizer
+from tests.workers.agents.gateway.formats.real_templates import trl_tokenizer
 
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]
 ANSWERED = {"role": "assistant", "content": "4"}

@@ -16,7 +16,7 @@ from penstock.workers.prompts.dataset_row import Needs, NoAnswer, PromptDataset
 from penstock.workers.prompts.opening import check_prompts, encoder_of
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
-from penstock.workers.reward.needs import needs_answer
+from penstock.workers.reward.registry import needs_answer
 from tests.workers.prompts.test_source import Characters, make_config
 
 ROWS = [

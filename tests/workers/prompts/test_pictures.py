@@ -16,16 +16,15 @@ from PIL import Image
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.environments.adapters.agent import row_of as as_told
-from penstock.workers.environments.task import Task
-from penstock.workers.fresh_model import character_tokenizer, fresh_processor
-from penstock.workers.pictures.fresh import END, IMAGE, START
-from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.prompts import pictures
+from penstock.workers.agents.adapters.agent import row_of as as_told
+from penstock.workers.agents.environment import Task
+from penstock.workers.fresh_model import END, IMAGE, START, character_tokenizer, fresh_processor
+from penstock.workers.pictures.prompt_pictures import PromptPictures
+from penstock.workers.prompts import row_pictures
+from penstock.workers.prompts.data_identity import problem_of
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import DatasetRow
-from penstock.workers.prompts.held_out import problem_of
-from penstock.workers.prompts.pictures import RowPictures
+from penstock.workers.prompts.row_pictures import RowPictures
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
@@ -104,7 +103,7 @@ def test_pictures_that_one_array_has_no_room_for_are_read_too(tmp_path: Path, mo
         pq.write_table(table, tmp_path / f"train-{number:05d}-of-00002.parquet", row_group_size=1)
     columns = ColumnsConfig("prompt", None, pictures="images")
     for most in (2**31 - 1, 100):
-        monkeypatch.setattr("penstock.workers.prompts.rows.MOST_TOGETHER", most)
+        monkeypatch.setattr("penstock.workers.prompts.raw_rows.MOST_TOGETHER", most)
         data = DataConfig(source="huggingface", path=str(tmp_path), columns=columns)
         dataset = open_dataset(data, EvaluationConfig(every_steps=0))
         assert dataset is not None
@@ -287,7 +286,7 @@ class Pictures(http.server.BaseHTTPRequestHandler):
 def test_urls_of_rows_are_fetched_within_bounds_and_not_from_private_addresses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "MOST_FETCHED_BYTES", 2**15)
+    monkeypatch.setattr(row_pictures, "MOST_FETCHED_BYTES", 2**15)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -302,7 +301,7 @@ def test_urls_of_rows_are_fetched_within_bounds_and_not_from_private_addresses(
             read("/a.png")
         with pytest.raises(DataError, match="more than 32,768 bytes"):
             read("/large", private_urls=True)
-        monkeypatch.setattr(pictures, "FETCH_S", 0.1)
+        monkeypatch.setattr(row_pictures, "FETCH_S", 0.1)
         with pytest.raises(DataError, match=r"did not come within 0\.1 s"):
             read("/never", private_urls=True)
         server.shutdown()

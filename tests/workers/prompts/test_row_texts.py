@@ -10,7 +10,7 @@ import pytest
 
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.environment import Task
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.dataset_row import PromptDataset
 from penstock.workers.prompts.opening import EnvironmentTasks

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
-from penstock.store.client.client import StoreClient
-from penstock.store.service.server import Endpoint
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
+from penstock.store.service.store_server import Endpoint
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.prompts_actor import Prompts
 from penstock.workers.prompts.source import PromptSource

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from penstock.workers.reward.result import MAX_TEXT, RewardError
+from penstock.workers.reward.reward_result import MAX_TEXT, RewardError
 from tests.virtual_time import put_forward, run_ahead
 from tests.workers.reward.pools import PATIENCE_S, pool_of, score_past_hangs, scored, scored_past_hangs
 

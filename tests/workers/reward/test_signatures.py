@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.reward.result import RewardError, as_score
+from penstock.workers.reward.reward_result import RewardError, as_score
 from penstock.workers.reward.signatures import adapt
 
 TASK = {"prompt": "2+2", "answer": "4", "index": 7, "data_source": "sums"}

@@ -8,11 +8,10 @@ import pytest
 import trl.rewards
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.reward.child import BatchScorer
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.response import Response, with_task
-from penstock.workers.reward.result import RewardError
-from penstock.workers.reward.signatures import Caller, RewardFunction, adapt
+from penstock.workers.reward.reward_child import BatchScorer
+from penstock.workers.reward.reward_result import RewardError
+from penstock.workers.reward.signatures import Caller, Response, RewardFunction, adapt, with_task
 
 SOLUTION = r"$\frac{1}{3}$"
 RIGHT, WRONG = (rf"<think>\boxed{{9}}</think>It is \boxed{{\frac{{1}}{{{number}}}}}." for number in (3, 4))

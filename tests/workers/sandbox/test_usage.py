@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.sandbox.usage import BUFFERS_HELD, Process, ProcessorTime, Times, buffer_bytes
+from penstock.workers.sandbox.cgroup import BUFFERS_HELD, Process, ProcessorTime, Times, buffer_bytes
 
 P, C, D = (1, 0), (2, 0), (3, 0)
 """A parent and its children."""

@@ -1,1 +1,0 @@
-"""Attempts at the tasks of an environment: played, limited, and written as rows."""

@@ -1,1 +1,0 @@
-"""Formats that turn conversations into tokens, and sampled tokens into messages."""

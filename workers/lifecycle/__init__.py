@@ -1,1 +1,0 @@
-"""What every actor needs: its service for a store, its tasks, its progress, its share of failures."""

@@ -1,1 +1,0 @@
-"""Helpers for one machine: its files, its processors, its processes."""
