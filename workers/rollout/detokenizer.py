@@ -8,7 +8,7 @@ them where it ends.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.workers.gateway.formats.answers import MARKS
+from penstock.workers.models.tokenizer import MARKS
 
 
 class Detokenizer:

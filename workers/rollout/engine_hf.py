@@ -45,19 +45,29 @@ import torch
 
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, UnknownAdapter, WeightError, WorkerDied
 from penstock.metering.meters import Meters
-from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
-from penstock.workers.calls.training_calls import AdapterState
+from penstock.workers.models.routed_experts import RoutingRecorder
 from penstock.workers.pictures.families import auto_class
-from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import PictureProcessor, check_seen
-from penstock.workers.protocols import AdapterLimits, Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.pictures.prompt_pictures import PromptPictures
+from penstock.workers.protocols import (
+    AdapterLimits,
+    AdapterState,
+    Completion,
+    EngineSpec,
+    Publication,
+    SampleCall,
+    Sampled,
+    SampledTokens,
+    SampleOutput,
+    Sampling,
+    TopTokens,
+)
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.named_adapters import check_adapter, check_whole, factors_of
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after, score_prompt
-from penstock.workers.routed_experts import RoutingRecorder
 from penstock.workers.weights.checkpoint_form import CheckpointForm, check_model, nonfinite_weights
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights
 
 
 class HfAdapters:

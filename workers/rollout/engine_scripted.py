@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock.conf.errors import WorkerDied
 from penstock.metering.meters import Meters
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
 
 Length = Callable[[Sequence[int], int], int]

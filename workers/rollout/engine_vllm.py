@@ -59,18 +59,27 @@ from penstock.conf.secret import reveal
 from penstock.conf.weights import STREAMS
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.workers.calls.sample_calls import SampleCall, SampledTokens, SampleOutput, TopTokens
-from penstock.workers.calls.training_calls import WHOLE
-from penstock.workers.machine.cpu import SETTINGS
+from penstock.workers.models.routed_experts import RoutingShape
 from penstock.workers.pictures.families import Family
-from penstock.workers.pictures.placeholders import PromptPictures
 from penstock.workers.pictures.processor import Features, PictureProcessor, check_seen, hash_of
-from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.pictures.prompt_pictures import PromptPictures
+from penstock.workers.protocols import (
+    WHOLE,
+    Completion,
+    EngineSpec,
+    Publication,
+    SampleCall,
+    Sampled,
+    SampledTokens,
+    SampleOutput,
+    Sampling,
+    TopTokens,
+)
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after
-from penstock.workers.routed_experts import RoutingShape
+from penstock.workers.runtime.processes import SETTINGS
 from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, Part
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights
 from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
 T = TypeVar("T")

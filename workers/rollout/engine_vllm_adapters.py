@@ -22,12 +22,11 @@ import numpy as np
 from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, UnknownAdapter, WeightError, WorkerDied
 from penstock.conf.trainer import LoraConfig
 from penstock.metering.meters import Meters
-from penstock.workers.calls.training_calls import WHOLE, AdapterSpec, AdapterState
-from penstock.workers.lifecycle.concurrent_tasks import cancel_all
 from penstock.workers.pictures.families import auto_class
-from penstock.workers.protocols import AdapterLimits, EngineSpec, Publication
+from penstock.workers.protocols import WHOLE, AdapterLimits, AdapterSpec, AdapterState, EngineSpec, Publication
 from penstock.workers.rollout.engine_vllm import LORA_RANKS, START_KEY, VllmEngine
 from penstock.workers.rollout.named_adapters import Shape, check_adapter, check_whole, write_peft
+from penstock.workers.runtime.async_tasks import cancel_all
 from penstock.workers.weights.engine_calls import Delivery, Info
 from penstock.workers.weights.publication.adapter import (
     CONFIG_NAME,
@@ -39,7 +38,7 @@ from penstock.workers.weights.publication.adapter import (
     tensor_name,
 )
 from penstock.workers.weights.publication.layout import Layout, compute_layout
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights
 
 NAME, NUMBER = "policy", 1
 """Name and number of the one published adapter, for vLLM."""

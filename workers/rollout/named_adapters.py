@@ -8,8 +8,7 @@ import numpy as np
 
 from penstock.conf.errors import DataError
 from penstock.conf.trainer import LoraConfig
-from penstock.workers.calls.training_calls import AdapterState
-from penstock.workers.protocols import AdapterLimits
+from penstock.workers.protocols import AdapterLimits, AdapterState
 from penstock.workers.weights.publication.adapter import (
     CONFIG_NAME,
     FILE_NAME,

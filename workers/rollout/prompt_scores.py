@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.conf.errors import DataError, PromptRefused
-from penstock.workers.calls.sample_calls import SampleCall, TopTokens
+from penstock.workers.protocols import SampleCall, TopTokens
 
 if TYPE_CHECKING:
     import torch

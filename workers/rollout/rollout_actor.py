@@ -18,15 +18,22 @@ from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.store_client import StoreClient
 from penstock.store.epoch import Epoch
-from penstock.workers.calls.sample_calls import AdapterEngine, SampleCall, SampleOutput
-from penstock.workers.calls.training_calls import AdapterState
-from penstock.workers.lifecycle.concurrent_tasks import run_all
-from penstock.workers.lifecycle.progress import ASLEEP, LOADING, SERVING, Progress
-from penstock.workers.lifecycle.serving import ServingActor
-from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.protocols import Completion, EngineSpec, Publication, RolloutEngine, Sampling
+from penstock.workers.pictures.prompt_pictures import PromptPictures
+from penstock.workers.protocols import (
+    AdapterEngine,
+    AdapterState,
+    Completion,
+    EngineSpec,
+    Publication,
+    RolloutEngine,
+    SampleCall,
+    SampleOutput,
+    Sampling,
+)
 from penstock.workers.rollout.rollout_engines import EngineMeter, ThreadedEngine, make_engine, seconds_per_token
 from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker, fault_of
+from penstock.workers.runtime.async_tasks import run_all
+from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, Progress, ServingActor
 from penstock.workers.weights.engine_calls import Delivery, Info, Part, ReceivingEngine
 
 LOOK_S = 0.05

@@ -22,9 +22,9 @@ from penstock.conf.capabilities import ROLLOUT_ENGINES
 from penstock.conf.checks import one_of
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.workers.lifecycle.concurrent_tasks import BusyClock, cancel_all
-from penstock.workers.machine.cpu import prepare_for_torch
 from penstock.workers.protocols import Completion, EngineSpec, RolloutEngine, Sampling
+from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
+from penstock.workers.runtime.processes import prepare_for_torch
 
 POLL_S = 1.0
 """Seconds between two looks at what the engine has sampled: as often as numbers are exported."""

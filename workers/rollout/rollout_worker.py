@@ -33,12 +33,11 @@ from penstock.store.client.lease import Lease
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import LeaseSuperseded
-from penstock.workers.lifecycle.concurrent_tasks import BusyClock, cancel_all
-from penstock.workers.lifecycle.error_share import ErrorShare
-from penstock.workers.pictures.placeholders import PromptPictures
-from penstock.workers.protocols import Completion, RolloutEngine, Sampling
+from penstock.workers.pictures.prompt_pictures import PromptPictures
+from penstock.workers.protocols import Completion, RolloutEngine, Sampling, truncated_by
 from penstock.workers.rollout.rollout_engines import EngineMeter
-from penstock.workers.trajectory import truncated_by
+from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
+from penstock.workers.runtime.serving import ErrorShare
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 BAD_LOGPROBS = "bad_logprobs"

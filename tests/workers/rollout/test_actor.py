@@ -8,11 +8,11 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.store.service.store import Store
-from penstock.workers.lifecycle.progress import ASLEEP, LOADING, SERVING, STARTING, Progress
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout import rollout_actor as rollout_actor
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
+from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, STARTING, Progress
 from tests.store.driver import make_spec
 from tests.virtual_time import run_virtually
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import EOS, character_tokenizer
-from penstock.workers.gateway.formats.answers import split_thinking
+from penstock.workers.models.tokenizer import split_thinking
 from penstock.workers.rollout.detokenizer import Detokenizer
 
 RESPONSES = {

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from penstock.conf.errors import PromptRefused, UnknownAdapter, WeightError
-from penstock.workers.calls.sample_calls import SampleCall
 from penstock.workers.fresh_model import BOS, EOS_ID, character_vocabulary
-from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
+from penstock.workers.protocols import Completion, Publication, SampleCall, Sampled, Sampling
 from penstock.workers.rollout import engine_vllm
 from penstock.workers.rollout.engine_hf import sampling_logprobs
 

@@ -27,9 +27,9 @@ from penstock.conf.errors import (
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
+from penstock.workers.agents.gateway.tool_calls import ANY, READERS, forced_call
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.gateway.formats.forced import ANY, forced_call
-from penstock.workers.gateway.formats.readers import READERS
+from penstock.workers.models.routed_experts import RoutingShape
 from penstock.workers.protocols import EngineSpec, Publication, Sampling
 from penstock.workers.rollout.detokenizer import Detokenizer
 from penstock.workers.rollout.engine_vllm import (
@@ -39,7 +39,6 @@ from penstock.workers.rollout.engine_vllm import (
     engine_arguments,
     vllm_environment,
 )
-from penstock.workers.routed_experts import RoutingShape
 from tests.metering.measured import measured
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving

@@ -12,10 +12,8 @@ import torch
 
 from penstock.conf.errors import ConfigError, DataError, PromptRefused, UnknownAdapter
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
-from penstock.workers.calls.training_calls import AdapterState
 from penstock.workers.fresh_model import character_tokenizer
-from penstock.workers.protocols import AdapterLimits, Sampling
+from penstock.workers.protocols import AdapterLimits, AdapterState, SampleCall, SampleOutput, Sampling
 from penstock.workers.rollout.engine_vllm_adapters import servable_layers
 from tests.mixtures import build_mixture
 from tests.workers.rollout.adapter_states import adapter_state, logprobs_after, model_with, said_of

@@ -11,9 +11,15 @@ import ray
 from penstock.conf.errors import ConfigError, UnknownAdapter, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.meters import Meters
-from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
-from penstock.workers.calls.training_calls import AdapterSpec, AdapterState
-from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
+from penstock.workers.protocols import (
+    AdapterSpec,
+    AdapterState,
+    EngineSpec,
+    RolloutEngine,
+    SampleCall,
+    SampleOutput,
+    Sampling,
+)
 from penstock.workers.rollout import rollout_actor as rollout_actor
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
 from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import DataError, UnknownAdapter
-from penstock.workers.calls.sample_calls import SampleCall, SampleOutput
-from penstock.workers.calls.training_calls import WHOLE
-from penstock.workers.protocols import AdapterLimits, Sampling
+from penstock.workers.protocols import WHOLE, AdapterLimits, SampleCall, SampleOutput, Sampling
 from tests.workers.rollout.adapter_states import model_with, said_of, whole_state
 from tests.workers.rollout.conftest import VLLM, EngineUnderTest
 

@@ -13,7 +13,7 @@ from penstock.conf.errors import DataError, DeadlineExceeded, EngineFailure, Pro
 from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker, sample_seed

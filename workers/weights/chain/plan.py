@@ -1,20 +1,34 @@
-"""The plan by which weights go to other nodes: the chunks of every version, and the chain of nodes that they pass.
-Pure.
+"""The plan by which weights go to other nodes, and one node's decisions in it. Pure: times are arguments.
 
     chunks       which bytes of the file each is, which rank writes it, and on which node that rank is
     version 12   trainer X ─▶ a ─▶ b ─▶ c      trainer Y ─▶ b ─▶ c ─▶ a
     version 13   trainer X ─▶ b ─▶ c ─▶ a      trainer Y ─▶ c ─▶ a ─▶ b
 
-Ranks cut the same pieces of the same tensors for every version, so they tell once what they will write, before the
-first version; the plan is checked once, and both ends of every connection know what a chunk's number means. The
-trainer's ranks make it (`trainer/publishing.py`), and it goes to the nodes' relays as plain data (`relay.py`).
+Ranks cut the same pieces of the same tensors for every version, so they say once what they will write, before the first
+version; the plan is checked once, and both ends of every connection know what a chunk's number means. The trainer's
+ranks make it (`trainer/publishing.py`), and it goes to the nodes' relays as plain data (`relay.py`).
 
 For each node that has trainer ranks there is one chain of the receiving nodes. Their order turns with the version and
 from chain to chain, so that no node is always the last, and in a version each sends about as much as any other. Every
-node computes the same, so no node has to be told its place.
+node computes the same, so that no node needs a message about its place.
+
+A node's part in one chain (`Pull`): which chunks it has, which upstream it asks for the others, when it asks another
+one.
+
+    ask(upstream, missing) ─▶ arrived(chunk)* ─▶ … ─▶ ended      complete, or ask again for what was damaged
+                              waiting(age_s)                      the upstream has nothing new, and says so
+                              lost | no word until `deadline`     ask the next upstream, for what is missing
+
+An upstream that has nothing to send says so, `heartbeat_s` after its last message: silence means that the upstream or
+the connection is gone. It says with it how long ago the trainer's node was heard of, through all nodes between. So a
+node knows it, too, when its upstream is alive but cut off from the trainer. `subscription.Puller` runs it with sockets,
+`benchmarks/simulated_chain.py` with a virtual clock.
 """
 
+import statistics
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -182,3 +196,185 @@ def upstreams(order: Sequence[str], source: str, node: str) -> list[str]:
     """Nodes that a node of the chain asks for chunks, best first. All are before it, so that no two ask each other."""
     place = order.index(node)
     return [*reversed(order[max(0, place - NEARBY) : place]), source]
+
+
+MOST_DAMAGED = 8
+"""Number of times that one chunk may arrive damaged. More are no accident of a link."""
+PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
+"""Seconds of the first and of the longest pause after all upstreams have been asked in vain; it doubles each time."""
+SAMPLES = 9
+"""Number of samples that the median is taken of: few, so that a link that has become slow is soon known as such."""
+LEAST_SAMPLE_BYTES = 2**16
+"""Smallest chunk that is timed. The time of a smaller one is below the clock's resolution and says nothing of the
+link."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """The times after which a node asks another upstream."""
+
+    heartbeat_s: float = 0.05
+    """Seconds without news after which an upstream says so."""
+    factor: float = 3.0
+    """Longest silence, in median times of a chunk."""
+    floor_s: float = 0.2
+    """Least seconds of silence, however fast chunks are: processes may stop for so long when a machine is busy."""
+    first_s: float = 1.0
+    """Seconds of silence before any chunk has been timed."""
+    slow: float = 4.0
+    """Longest time of a chunk in transit, in longest silences, as long as some of it comes: links are shared, and
+    seldom evenly."""
+    cut_off: float = 4.0
+    """Longest time since the trainer's node was last heard of through the chain, in longest silences. After it the
+    upstream is taken to be cut off from that node. Its own upstream is nearer to the node: it has had the time to ask
+    another."""
+
+
+class ChunkTimes:
+    """Times of the chunks of one chain, from version to version."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self._seconds_per_byte: deque[float] = deque(maxlen=SAMPLES)
+
+    def timed(self, num_bytes: int, seconds: float) -> None:
+        """Note that a chunk took so many seconds from its beginning to its end."""
+        if num_bytes >= LEAST_SAMPLE_BYTES:
+            self._seconds_per_byte.append(seconds / num_bytes)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """The mean, as what is quickly there has come while another was received; 0: none has been timed."""
+        return statistics.fmean(self._seconds_per_byte) if self._seconds_per_byte else 0.0
+
+    def silence_s(self, chunk_bytes: int) -> float:
+        """Seconds for which nothing may come where chunks of at most `chunk_bytes` are sent."""
+        if not self._seconds_per_byte:
+            return self._timeouts.first_s
+        median = statistics.median(self._seconds_per_byte) * chunk_bytes
+        return max(self._timeouts.floor_s, self._timeouts.factor * median)
+
+
+class Pull:
+    """Lifecycle: made when the version begins. Then, until `is_complete` or `failure`: ask `upstream` for `missing`,
+    not before `not_before`, and report what comes, as long as `turn` stays as it was when it was asked."""
+
+    def __init__(
+        self,
+        chunks: Iterable[int],
+        upstreams: Sequence[str],
+        chunk_bytes: int,
+        chunk_times: ChunkTimes,
+        timeouts: Timeouts,
+        now: float,
+    ) -> None:
+        """`chunks`: numbers of all of the chain. `upstreams`: best first, the last is where the chunks are made.
+        `chunk_bytes`: most of a chunk. `chunk_times`: of the chain's earlier versions."""
+        self.missing = set(chunks)
+        self.turn = 0
+        """Number that changes when the upstream is to be asked again."""
+        self.not_before = now
+        self.failure: str | None = None
+        """The reason why the pull will never be complete."""
+        self.reparented = 0
+        self._upstreams = list(upstreams)
+        self._chunk_times, self._timeouts, self._chunk_bytes = chunk_times, timeouts, chunk_bytes
+        self._index = 0
+        self._damaged: Counter[int] = Counter()
+        self._heard = now
+        """Time when anything came last."""
+        self._told = now
+        """Time when a whole chunk or message came last."""
+        self._source_heard = now
+        """Time when the trainer's node was last known to be alive."""
+        self._in_vain = 0
+        """Upstreams given up since the last chunk came."""
+
+    @property
+    def upstream(self) -> str:
+        return self._upstreams[self._index]
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def deadline(self) -> float:
+        """Time when silence, or one chunk, has lasted too long. Upstreams given up in vain make it longer: where all
+        are slow, one of them must get the time to answer."""
+        timeout_s = self._silence_s * 2 ** min(self._in_vain, 6)
+        return min(self._heard + timeout_s, self._told + self._timeouts.slow * timeout_s)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Time of a byte of whole chunks on the way here; 0: not known."""
+        return self._chunk_times.seconds_per_byte
+
+    def source_age_s(self, now: float) -> float:
+        """Seconds since the trainer's node was heard of: for the downstreams that wait for this node."""
+        return now - self._source_heard
+
+    def connected(self, now: float) -> None:
+        """Note that the upstream has answered."""
+        self._heard = self._told = now
+
+    def progressed(self, now: float) -> None:
+        """Note that some of a chunk has come."""
+        self._heard = now
+
+    def arrived(self, chunk: int, num_bytes: int, seconds: float, now: float) -> bool:
+        """Note a chunk with the right digest, which came so many seconds after its beginning. False: it is there
+        already."""
+        self._heard = self._told = self._source_heard = now
+        self._in_vain = 0
+        self._chunk_times.timed(num_bytes, seconds)
+        is_new = chunk in self.missing
+        self.missing.discard(chunk)
+        return is_new
+
+    def damaged(self, chunk: int, now: float) -> None:
+        """Note a chunk with another digest. It is fetched again when the upstream has sent everything else, and if that
+        is damaged too, from another upstream."""
+        self._heard = self._told = now
+        self._damaged[chunk] += 1
+        if self._damaged[chunk] >= MOST_DAMAGED:
+            self.failure = f"chunk {chunk} came damaged {MOST_DAMAGED} times, last from {self.upstream}"
+        elif self._damaged[chunk] > 1:
+            self._take_next(now)
+
+    def waiting(self, source_age_s: float, now: float) -> None:
+        """Note that the upstream has nothing new. `source_age_s`: how long ago it has heard of the trainer's node."""
+        self._heard = self._told = now
+        self._source_heard = max(self._source_heard, now - source_age_s)
+        if self.source_age_s(now) > self._timeouts.cut_off * self._silence_s:
+            self._source_heard = now  # the next upstream gets as much time
+            self._take_next(now)
+
+    def ended(self, now: float) -> None:
+        """Note that the upstream has sent all that it was asked for."""
+        if self.missing:
+            self._ask_again(now)
+
+    def lost(self, now: float) -> None:
+        """Note that the connection has ended, or there was none, or the upstream has given the version up."""
+        self._take_next(now)
+
+    def silent(self, now: float) -> None:
+        """Note that nothing has come until `deadline`."""
+        self._take_next(now)
+
+    @property
+    def _silence_s(self) -> float:
+        return self._chunk_times.silence_s(self._chunk_bytes)
+
+    def _take_next(self, now: float) -> None:
+        self._index = (self._index + 1) % len(self._upstreams)
+        self._in_vain += 1
+        self.reparented += 1
+        rounds = self._in_vain // len(self._upstreams)
+        pause = min(MOST_PAUSE_S, PAUSE_S * 2 ** min(rounds, 8)) if self._index == 0 else 0.0
+        self._ask_again(now + pause)
+
+    def _ask_again(self, at: float) -> None:
+        self.turn += 1
+        self._heard = self._told = self.not_before = at

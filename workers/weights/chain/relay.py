@@ -9,204 +9,61 @@ Every node that has trainer ranks or engines has one, in its agent's process (`w
 begun on all of them, then the ranks write it; each relay computes the route itself (`plan.py`). What lies in shared
 memory afterwards is what ranks of one node alone would have written there.
 
+Ranks report the chunks that they have written, while they write, over a Unix socket in the root:
+
+    rank ─ hello: magic, version, rank ─ (chunk, digest)* ─ finished ─▶ relay
+
+A connection is one rank's writing of one version, so that the kernel tells the relay of a rank that dies within it: the
+connection ends before `finished` was said. Nothing is answered. `Reporter` is the rank's side, `ReportServer` the
+relay's.
+
 Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
-
-The downstream's side of a subscription: asks an upstream, receives into the file, checks, and asks another one.
-
-`pull.py` decides; here are the socket and the clock. There is a thread for each lane of each chain that a node is in:
-receiving and summing leave Python's lock to others.
 """
 
+import contextlib
 import os
 import socket
+import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import xxhash
+from typing import Self
 
 from penstock.conf.errors import NotStarted, WeightError
-from penstock.network.connection import Connection, Frame, connect
+from penstock.network.connection import (
+    Connection,
+    bind_path,
+    connect_path,
+    hang_up,
+    is_same_user,
+    read_exactly,
+)
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.chain.base import Base
-from penstock.workers.weights.chain.difference import apply
-from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane, chain, lanes_of, upstreams
-from penstock.workers.weights.chain.pull import ChunkTimes, Pull, Timeouts
-from penstock.workers.weights.chain.reports import ReportServer
-from penstock.workers.weights.chain.slot import Slot
+from penstock.workers.weights.chain.plan import (
+    Broadcast,
+    ChunkPlan,
+    ChunkTimes,
+    Lane,
+    Pull,
+    Timeouts,
+    chain,
+    lanes_of,
+    upstreams,
+)
 from penstock.workers.weights.chain.subscription import (
-    DIGEST_BYTES,
-    Change,
-    Ended,
+    ChunkServer,
     Failed,
     Gone,
-    Parcel,
-    Server,
+    Puller,
     Subscribe,
     Waiting,
     read,
     send,
-    to_bits,
 )
-from penstock.workers.weights.chain.transfer import Counters, Transfer, TransferOver
-from penstock.workers.weights.publication.reused_files import WritableMappings, reclaim
-
-WINDOW_BYTES = 2**20
-"""Bytes that are received, then summed while they are still in the cache. Most of a relay's processor time is the
-kernel's, and waking up for less at a time makes more of it."""
-LEAST_TIMEOUT_S = 0.001
-MOST_CONNECT_S = 5.0
-
-
-class Puller:
-    """Receives one lane of one version. Lifecycle: `run`, in a thread; it returns when the lane is complete or its
-    transfer over."""
-
-    def __init__(self, transfer: Transfer, lane: Lane, token: bytes, service: int, counters: Counters) -> None:
-        self._transfer, self._source, self._pull = transfer, lane.source, transfer.pulls[lane]
-        self._token, self._service, self._counters = token, service, counters
-        self._base = transfer.differences.name(lane.source)
-        """Name of the version that differences may be to; empty: chunks are to come whole."""
-
-    def run(self) -> None:
-        try:
-            while not self._pull.is_complete:
-                self._pause()
-                self._ask()
-        except TransferOver:
-            return
-
-    def _pause(self) -> None:
-        """Wait until the upstream is to be asked."""
-        transfer = self._transfer
-        with transfer.condition:
-            while not transfer.is_over and (remaining := self._pull.not_before - time.monotonic()) > 0:
-                transfer.condition.wait(remaining)
-            if transfer.is_over:
-                raise TransferOver
-
-    def _ask(self) -> None:
-        """Ask one upstream over one connection, until it is over."""
-        pull, transfer = self._pull, self._transfer
-        address = transfer.broadcast.addresses[pull.upstream]
-        reparented = pull.reparented
-        try:
-            timeout_s = min(MOST_CONNECT_S, self._remaining_s())
-            with connect(address, self._service, self._token, timeout_s) as connection, transfer.using(connection):
-                pull.connected(time.monotonic())
-                self._follow(connection)
-        except TimeoutError:
-            pull.silent(time.monotonic())
-        except OSError:
-            pull.lost(time.monotonic())
-        self._counters.add(reparented=pull.reparented - reparented)
-        if pull.failure is not None:
-            transfer.fail(pull.failure)
-
-    def _follow(self, connection: Connection) -> None:
-        pull, transfer, turn = self._pull, self._transfer, self._pull.turn
-        wanted = to_bits(pull.missing, len(transfer.plan.chunks))
-        send(connection, Subscribe(
-            transfer.broadcast.number, transfer.plan.digest, self._source, wanted, self._base, pull.seconds_per_byte
-        ))  # fmt: skip
-        while pull.turn == turn and not pull.is_complete and not transfer.is_over and pull.failure is None:
-            connection.socket.settimeout(self._remaining_s())
-            frame = connection.receive()
-            message = read(frame)
-            if isinstance(message, Parcel):
-                self._receive(connection, message, frame)
-            elif isinstance(message, Change):
-                self._receive_change(connection, message, frame)
-            elif isinstance(message, Waiting):
-                pull.waiting(message.source_age_s, time.monotonic())
-            elif isinstance(message, Ended):
-                pull.ended(time.monotonic())
-            elif isinstance(message, Gone):
-                pull.lost(time.monotonic())
-            elif isinstance(message, Failed) and pull.upstream == self._source:
-                transfer.fail(message.reason)
-            elif isinstance(message, Failed):  # for itself: others may have more luck
-                pull.lost(time.monotonic())
-
-    def _receive(self, connection: Connection, parcel: Parcel, frame: Frame) -> None:
-        """Receive each chunk into its place. A damaged one is overwritten when it comes again; those that came before
-        the connection broke stay."""
-        spans = self._transfer.plan.spans
-        num_chunks = len(spans)
-        if any(chunk >= num_chunks or len(digest) != DIGEST_BYTES for chunk, digest in parcel.chunks):
-            raise ConnectionAbortedError("a parcel of chunks that are not in the plan.")
-        sizes = [spans[chunk][1] - spans[chunk][0] for chunk, _ in parcel.chunks]
-        if frame.num_bytes != sum(sizes):
-            raise ConnectionAbortedError(f"a parcel of {sum(sizes)} bytes that says {frame.num_bytes}.")
-        began = time.monotonic()
-        good, num_bytes = [], 0
-        try:
-            for (chunk, digest), size in zip(parcel.chunks, sizes, strict=True):
-                target = self._target(chunk, size)
-                is_right = self._fill(connection, target) == digest
-                num_bytes += size
-                now = time.monotonic()
-                if not is_right:
-                    self._counters.add(damaged=1)
-                    self._pull.damaged(chunk, now)
-                elif self._pull.arrived(chunk, size, now - began, now):
-                    good.append((chunk, digest))
-                began = now
-        finally:
-            self._counters.add(chunks=len(good), bytes_in=num_bytes, bytes_whole=num_bytes)
-            self._transfer.add(self._source, good)
-
-    def _receive_change(self, connection: Connection, change: Change, frame: Frame) -> None:
-        """Receive the difference of a chunk to the base, and make the chunk of it. Where its digest is another, the
-        chunks that are missing are asked for whole."""
-        transfer, chunk, base = self._transfer, change.chunk, self._transfer.differences.base
-        spans = transfer.plan.spans
-        if base is None or chunk >= len(spans) or len(change.digest) != DIGEST_BYTES:
-            raise ConnectionAbortedError("a difference of a chunk that is not in the plan, or to no version.")
-        size = spans[chunk][1] - spans[chunk][0]
-        if frame.num_bytes > size:
-            raise ConnectionAbortedError(f"a difference of {frame.num_bytes} bytes to a chunk of {size}.")
-        received = bytearray(frame.num_bytes)
-        self._fill(connection, memoryview(received))
-        target = self._target(chunk, size)
-        try:
-            apply(received, base.bytes_of(chunk), target)
-            is_right = xxhash.xxh3_128_digest(target) == change.digest
-        except ValueError:
-            is_right = False
-        now = time.monotonic()
-        self._counters.add(bytes_in=len(received), bytes_whole=size, differences=1)
-        if not is_right:
-            self._base = b""
-            self._counters.add(damaged=1)
-            self._pull.damaged(chunk, now)
-        elif self._pull.arrived(chunk, 0, 0.0, now):  # its time says nothing of the link
-            transfer.differences.keep(chunk, bytes(received))
-            self._counters.add(chunks=1)
-            transfer.add(self._source, [(chunk, change.digest)])
-
-    def _target(self, chunk: int, size: int) -> memoryview:
-        """The memory that a chunk is received into. A chunk that is here already is not written again: others may be
-        reading it."""
-        if chunk in self._pull.missing:
-            return self._transfer.slot.target(chunk)
-        return memoryview(bytearray(size))
-
-    def _fill(self, connection: Connection, target: memoryview) -> bytes:
-        """Receive into `target`; return the xxh3-128 of what came."""
-        digest = xxhash.xxh3_128()
-        for start in range(0, len(target), WINDOW_BYTES):
-            window = target[start : start + WINDOW_BYTES]
-            connection.socket.settimeout(self._remaining_s())
-            connection.receive_into(window)
-            digest.update(window)
-            self._pull.progressed(time.monotonic())
-        return digest.digest()
-
-    def _remaining_s(self) -> float:
-        return max(LEAST_TIMEOUT_S, self._pull.deadline - time.monotonic())
-
+from penstock.workers.weights.chain.transfer import Base, Counters, Slot, Transfer, TransferOver
+from penstock.workers.weights.publication.layout import ElementRange, Outlet
+from penstock.workers.weights.publication.publication_files import WritableMappings, reclaim
 
 PUBLICATIONS_KEPT = 2
 MOST_LANES = 8
@@ -372,7 +229,7 @@ class Relay:
             send(connection, Failed(transfer.failure))
         else:
             with transfer.using(connection):
-                Server(transfer, message, self._timeouts.heartbeat_s, self._counters).run(connection)
+                ChunkServer(transfer, message, self._timeouts.heartbeat_s, self._counters).run(connection)
 
     def _wait_for(self, connection: Connection, number: int) -> Transfer | None:
         """Wait for the broadcast to begin here too. None: a later one has begun, or this one has not for too long."""
@@ -402,3 +259,155 @@ class Relay:
         if transfer.broadcast.version != version or transfer.plan.digest != plan:
             return None
         return transfer
+
+
+SOCKET_NAME = "relay.sock"
+HELLO = struct.Struct("!QI16s")
+"""Version, rank, digest of the plan."""
+REPORT = struct.Struct("!i16s")
+"""Number of a chunk, and its digest."""
+FINISHED = REPORT.pack(-1, bytes(16))
+READ_BYTES = REPORT.size * 4096
+BACKLOG = 1024
+"""Ranks that may wait to connect: all of a node come at once."""
+TIMEOUT_S = 30.0
+"""Seconds after which a relay that takes no reports hangs, since it does nothing but listen."""
+
+
+class Reporter:
+    """The rank's side, for one version.
+
+    with Reporter(root, plan, version=12, rank=0) as reporter:
+        writer = PublicationWriter(root, 12, plan.layout, outlet=reporter.outlet)
+        writer.write_elements(name, first, values) ...
+        writer.close()
+        reporter.finish()
+    """
+
+    def __init__(self, root: str | Path, plan: ChunkPlan, version: int, rank: int) -> None:
+        """Connect to the node's relay. Raises `WeightError` where no relay listens."""
+        self._numbers, self._rank = plan.numbers, rank
+        self.outlet = Outlet(plan.chunk_bytes, plan.spans_of_node(plan.nodes[rank]), self._written)
+        self._lock = threading.Lock()
+        try:
+            self._socket = connect_path(Path(root) / SOCKET_NAME)
+        except OSError as error:
+            raise self._gone(error) from None
+        self._socket.settimeout(TIMEOUT_S)
+        self._send(HELLO.pack(version, rank, plan.digest))
+
+    def finish(self) -> None:
+        """Report that all is written. Raises `WeightError`."""
+        self._send(FINISHED)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def _written(self, entry: ElementRange) -> None:
+        number = self._numbers.get((entry.name, entry.first_element))
+        if number is None:
+            raise WeightError(
+                f"rank {self._rank}: elements of {entry.name!r} from {entry.first_element} are not in the plan of "
+                "chunks. Ranks must have the same pieces in every version."
+            )
+        self._send(REPORT.pack(number, bytes.fromhex(entry.checksum)))
+
+    def _send(self, data: bytes) -> None:
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise self._gone(error) from None
+
+    def _gone(self, error: OSError) -> WeightError:
+        return WeightError(
+            f"rank {self._rank}: this node's relay takes no reports of what is written ({error}). Its agent has ended, "
+            "or the version is no longer wanted."
+        )
+
+
+class ReportServer:
+    """The relay's side. Lifecycle: made once, `close`."""
+
+    def __init__(self, root: Path, expect: Callable[[int, bytes], Transfer | None]) -> None:
+        """`expect`: returns the transfer that reports are for, by version and digest of the plan; it may wait. None:
+        reports are not wanted."""
+        self._expect = expect
+        self._path = root / SOCKET_NAME
+        self._path.unlink(missing_ok=True)
+        self._socket = bind_path(self._path)
+        self._socket.listen(BACKLOG)
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="reports", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for connected in [self._socket, *self._open]:
+                hang_up(connected)
+        self._path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with self._socket:
+            while True:
+                try:
+                    connected, _ = self._socket.accept()
+                except OSError:
+                    if self._is_closed:
+                        return
+                    continue
+                threading.Thread(target=self._serve, args=(connected,), name="report", daemon=True).start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        with connected, self._known(connected) as is_wanted:
+            if is_wanted and is_same_user(connected):
+                self._follow(connected)
+
+    @contextlib.contextmanager
+    def _known(self, connected: socket.socket) -> Iterator[bool]:
+        """Let `close` end the connection within the block. False: the server is closed already."""
+        with self._lock:
+            self._open.add(connected)
+            is_wanted = not self._is_closed
+        try:
+            yield is_wanted
+        finally:
+            with self._lock:
+                self._open.discard(connected)
+
+    def _follow(self, connected: socket.socket) -> None:
+        try:
+            version, rank, plan = HELLO.unpack(read_exactly(connected, HELLO.size))
+        except OSError:
+            return
+        transfer = self._expect(version, plan)
+        if transfer is None:
+            return
+        try:
+            for chunks in _reports(connected):
+                transfer.written(chunks)
+        except TransferOver:
+            return
+        except OSError:
+            transfer.rank_left(rank)
+
+
+def _reports(connected: socket.socket) -> Iterator[list[tuple[int, bytes]]]:
+    """Yield the reports that have come, until the rank has finished. Raises `OSError` if the connection ends before."""
+    data = b""
+    while not data.startswith(FINISHED):
+        some = connected.recv(READ_BYTES)
+        if not some:
+            raise ConnectionResetError("the rank has left.")
+        data += some
+        whole = len(data) - len(data) % REPORT.size
+        if data[:whole].endswith(FINISHED):
+            whole -= REPORT.size
+        if whole:
+            yield list(REPORT.iter_unpack(data[:whole]))
+        data = data[whole:]

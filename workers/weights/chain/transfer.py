@@ -1,25 +1,50 @@
-"""A version on one node, from its beginning until a newer one begins: which chunks are here, and its outcome.
+"""A version on one node, from its beginning until a newer one begins: which chunks are here, their bytes, and its
+outcome.
 
-    ranks of this node ─▶ reports.py ─┐
-                                      ├─ add ─▶ Transfer ─▶ subscription.py ─▶ other nodes
-    other nodes ─▶ puller.py ─────────┘            └─ all of it, where it is received ─▶ manifest
+    ranks of this node ─▶ relay.Reporter ──────┐
+                                               ├─ add ─▶ Transfer ─▶ subscription.ChunkServer ─▶ other nodes
+    other nodes ─▶ subscription.Puller ────────┘            └─ all of it, where it is received ─▶ manifest
 
 Threads share it; `condition` is notified of every change. The bytes are in a `Slot`.
+
+A node keeps the version before as the base of differences (`difference.py`):
+
+    node X    v11 in one file, v12 being written into the other: 2% of its words differ
+    node a    v11, sealed
+    X ─ the difference of chunk 7 to v11, digest of chunk 7 in v12 ─▶ a, which checks what it makes of it, and sends on
+                                                                      the same bytes to a node that has v11 too
+
+A base need not be trusted: nodes name it by the digests of its chunks, and a chunk that is made of a difference must
+have the digest that the rank reported.
 """
 
+import fcntl
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
 
 from penstock.conf.errors import DeadlineExceeded, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.chain.base import Base, Differences
-from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane
-from penstock.workers.weights.chain.pull import Pull
-from penstock.workers.weights.chain.slot import Slot
+from penstock.workers.runtime.local_files import write_whole
+from penstock.workers.weights.chain.difference import difference
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane, Pull
+from penstock.workers.weights.publication.layout import ElementRange
+from penstock.workers.weights.publication.publication_files import (
+    MANIFEST_NAME,
+    Manifest,
+    WritableMappings,
+    manifest_to_json,
+    prepare_slot,
+    publication_directory,
+)
 
 LEAVING_S = 5.0
 """Seconds for which `give_up` waits until no connection uses the file."""
@@ -27,6 +52,131 @@ COUNTERS = ("versions", "chunks", "bytes_in", "bytes_out", "bytes_whole", "diffe
 """Names of counters: versions that have begun; chunks and bytes that came from other nodes or went there; bytes of the
 chunks that came, and how many of these came as differences to the version before; chunks that came damaged; upstreams
 that were given up."""
+WORTH = 0.5
+"""Largest share of a chunk's bytes that a difference may have."""
+UNKNOWN_S = 8e-9
+"""Seconds that a byte takes on a link which has not been timed: 1 Gbit/s."""
+
+
+class Slot:
+    """The file of one version on one node. Lifecycle: made when the version begins; `target` and `seal` where the node
+    receives; `close`."""
+
+    def __init__(
+        self,
+        root: Path,
+        version: int,
+        plan: ChunkPlan,
+        spans: Sequence[tuple[int, int]] | None,
+        mappings: WritableMappings,
+    ) -> None:
+        """`spans`: byte ranges that are written on this node; None: all of it. Raises `WeightError` if there is no
+        room."""
+        self._plan, self._version = plan, version
+        self.path = publication_directory(root, version)
+        mappings.let_go(root)
+        file = prepare_slot(root, version, plan.layout.num_bytes, spans)
+        self.file: BinaryIO = file.open("rb")
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+        if os.fstat(self.file.fileno()).st_ino != file.stat().st_ino:
+            self.file.close()
+            raise WeightError(f"{file}: taken for another version meanwhile. Publish again.")
+        self._mapped = mappings.map(file, root)
+
+    def target(self, chunk: int) -> memoryview:
+        """The memory where a chunk's bytes belong."""
+        start, end = self._plan.spans[chunk]
+        return self._mapped.window(start, end)
+
+    def memory(self, chunk: int) -> memoryview:
+        """The bytes of a chunk that is there."""
+        start, end = self._plan.spans[chunk]
+        return memoryview(self._mapped.memory)[start:end]
+
+    def bytes_of(self, chunks: Sequence[int]) -> bytes:
+        """Bytes of a few small chunks, one behind the other."""
+        return b"".join(self._mapped.memory[start:end] for start, end in (self._plan.spans[chunk] for chunk in chunks))
+
+    def seal(self, digests: dict[int, bytes]) -> Publication:
+        """Write header and manifest, once all chunks are here: the engines of this node then see the version."""
+        layout = self._plan.layout
+        self._mapped.memory[: len(layout.header)] = layout.header
+        ranges = (
+            ElementRange(chunk.name, chunk.first_element, chunk.num_elements, digests[number].hex(), chunk.rank)
+            for number, chunk in enumerate(self._plan.chunks)
+        )
+        manifest = Manifest(self.path, self._version, layout, tuple(ranges))
+        write_whole(self.path / MANIFEST_NAME, manifest_to_json(manifest))
+        return Publication(str(self.path), self._version, layout.num_bytes)
+
+    def close(self) -> None:
+        """Unlock the file: another version may be written into it."""
+        self.file.close()
+
+
+class Base:
+    """The chunks of the version before. Lifecycle: made when the next version begins, from the slot, which stays
+    locked; `close`."""
+
+    def __init__(self, slot: Slot, plan: ChunkPlan, digests: Mapping[int, bytes]) -> None:
+        """`digests`: of the chunks that are there."""
+        self._slot, self.plan, self._digests = slot, plan, dict(digests)
+
+    def name(self, source: str) -> bytes:
+        """The name of the chunks of a chain: the same on all nodes with the same bytes. Empty: some are missing."""
+        digests = [self._digests.get(chunk, b"") for chunk in self.plan.of_node(source)]
+        return xxhash.xxh3_128_digest(b"".join(digests)) if all(digests) else b""
+
+    def bytes_of(self, chunk: int) -> memoryview:
+        return self._slot.memory(chunk)
+
+    def close(self) -> None:
+        self._slot.close()
+
+
+class Differences:
+    """Differences of the chunks of one version to its base, made as they are asked for, each once. Threads share it."""
+
+    def __init__(self, base: Base | None) -> None:
+        """`base`: None where the node has no version before; it then sends whole chunks."""
+        self.base = base
+        self._made: dict[int, bytes | None] = {}
+        self._lock = threading.Lock()
+        self._pays = True
+        """False once a difference has taken longer to make and send than its chunk to send."""
+
+    def name(self, source: str) -> bytes:
+        """The name of the base, as far as a chain is concerned; empty: there is none."""
+        return b"" if self.base is None else self.base.name(source)
+
+    def of(self, chunk: int, new: memoryview, seconds_per_byte: float) -> bytes | None:
+        """The difference of a chunk; None: it is to be sent whole. `seconds_per_byte`: of the link; 0: not known."""
+        assert self.base is not None
+        with self._lock:
+            if chunk in self._made or not self._pays:
+                return self._made.get(chunk)
+        began = time.thread_time()  # not the clock: other work on this core says nothing of the next chunk
+        made = difference(self.base.bytes_of(chunk), new)
+        seconds = time.thread_time() - began
+        if made is not None and len(made) > WORTH * len(new):
+            made = None
+        saved_s = (len(new) - len(made or new)) * (seconds_per_byte or UNKNOWN_S)
+        with self._lock:
+            self._made[chunk] = made
+            self._pays = saved_s > seconds
+        return made
+
+    def keep(self, chunk: int, made: bytes) -> None:
+        """Keep a difference that came from another node, for the nodes that ask this one."""
+        with self._lock:
+            self._made[chunk] = made
+
+    def close(self) -> None:
+        with self._lock:
+            self._made.clear()
+            self._pays = False
+        if self.base is not None:
+            self.base.close()
 
 
 class Counters:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
 from penstock.workers.weights.publication.layout import Layout, compute_layout
-from penstock.workers.weights.publication.reading import Manifest, MappedWeights
+from penstock.workers.weights.publication.publication_files import Manifest, MappedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def targets_of(lm: Any, config: LoraConfig) -> Targets:
     `ConfigError`."""
     from torch import nn
 
-    from penstock.workers.routed_experts import router_kind
+    from penstock.workers.models.routed_experts import router_kind
     from penstock.workers.weights.checkpoint_form import stacked_experts
 
     reads = getattr(lm.base_model, "language_model", lm.base_model)  # of a model that sees, which is left as it is

@@ -4,21 +4,31 @@
     <root>/v00000012/manifest.json       written last, by rename: without it there is no publication
 
     rank 0..R-1 (trainer/publishing.py)                        engines (rollout/engine_*.py)
-      writer = PublicationWriter(root, 12, layout, rank, R)      manifest = open_publication(publication)
-      writer.write_elements(name, first, values)  ...            mapped = MappedWeights(manifest); mapped.verify()
+      writer = PublicationWriter(root, 12, layout, rank, R)      mapped = MappedWeights(publication)
+      writer.write_elements(name, first, values)  ...            mapped.verify()
       writer.finish()                                            for name, tensor in mapped.tensors(): ...
       barrier; rank 0: seal(root, 12, layout, R)
 
 Bytes are cast and copied straight into a mapping of the file, whose pages are warm and known to be there
-(`reused_files.py`): one copy, summed while it is in the cache, and several ranks do not wait for each other. Several
-threads copy at once, without torch's own, which would synchronize after every block and, on cores that others use as
-well, wait for each other longer than they copy. What lies on a device comes by `device_copies.py`. Reading is in
-`reading.py`.
+(`publication_files.py`): one copy, summed while it is in the cache, and several ranks do not wait for each other.
+Several threads copy at once, without torch's own, which would synchronize after every block and, on cores that others
+use as well, wait for each other longer than they copy.
+
+Copies from a device go through two page-locked buffers that take turns (`DeviceCopies`):
+
+    device   cast, copy ─▶ buffer 0     cast, copy ─▶ buffer 1     cast, copy ─▶ buffer 0  …
+    host                        buffer 0 ─▶ file, summed    buffer 1 ─▶ file, summed       …
+
+The cast is made on the device, so that what crosses the bus is what engines load. Only the buffers are page-locked, and
+they are the same for every version: the file is never registered with the driver, which takes longer than the copy and
+would have to be undone whenever the file is given away. Copies are ordered by the device's current stream.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +37,8 @@ import xxhash
 from torch import Tensor
 
 from penstock.conf.errors import WeightError
-from penstock.workers.machine.local_files import write_whole
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.device_copies import DeviceCopies, Part
+from penstock.workers.runtime.local_files import write_whole
 from penstock.workers.weights.publication.layout import (
     NO_OUTLET,
     ElementRange,
@@ -39,10 +48,11 @@ from penstock.workers.weights.publication.layout import (
     check_coverage,
     cut,
 )
-from penstock.workers.weights.publication.reading import Manifest, manifest_to_json
-from penstock.workers.weights.publication.reused_files import (
+from penstock.workers.weights.publication.publication_files import (
     MANIFEST_NAME,
+    Manifest,
     WritableMappings,
+    manifest_to_json,
     prepare_slot,
     publication_directory,
 )
@@ -52,6 +62,12 @@ BLOCK_BYTES = 2**19
 two."""
 CAST_ELEMENTS = 2**15
 """Largest number of elements that torch casts without its threads, where it has several."""
+BUFFER_BYTES = 64 * 2**20
+"""Bytes of each buffer: a few ms of a bus, so that starting a copy costs little beside it."""
+ALIGNMENT = 64
+"""Divisor of where a range begins in a buffer: at least the size of any element."""
+PlacedValues = tuple[TensorPlace, int, Tensor]
+"""Place of a tensor, first element, and values in the layout's dtype, `[n]`."""
 _mappings = WritableMappings()
 """Mappings of the process, like page tables: a rank writes many versions, each with a writer of its own."""
 
@@ -127,7 +143,7 @@ class PublicationWriter:
         write_whole(_rank_file(self.path, self.rank), json.dumps(entries))
         return self.ranges
 
-    def _write_all(self, parts: Sequence[Part]) -> None:
+    def _write_all(self, parts: Sequence[PlacedValues]) -> None:
         if self._threads is None or len(parts) == 1:
             self.ranges += [self._write(*part) for part in parts]
         else:
@@ -209,3 +225,71 @@ def _copy(source: Tensor, block: Tensor) -> None:
     step = len(source) if torch.get_num_threads() == 1 else CAST_ELEMENTS
     for some, there in zip(source.split(step), block.split(step), strict=True):
         there.copy_(some)
+
+
+@dataclass
+class _Buffer:
+    memory: Tensor
+    parts: list[PlacedValues] = field(default_factory=list)
+    num_bytes: int = 0
+    filled: torch.Event | None = None
+    """Event after the last copy into it; None where copies are done when they return."""
+
+
+class DeviceCopies:
+    """Lifecycle: `add` each range, then `finish`: `write` has been called with all of them by then, in their order, and
+    what was added may change."""
+
+    def __init__(self, write: Callable[[Sequence[PlacedValues]], None], num_bytes: int = BUFFER_BYTES) -> None:
+        """`write`: takes ranges whose values lie in host memory until it returns. `num_bytes`: of each buffer."""
+        self._write, self._num_bytes = write, num_bytes
+        self._device = torch.device("cpu")
+        is_locked = torch.cuda.is_available()
+        self._filling, self._other = (
+            _Buffer(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_locked)) for _ in range(2)
+        )
+
+    def add(self, place: TensorPlace, first_element: int, values: Tensor) -> None:
+        """Add a range, `[n]` on any device, of at most the bytes of a buffer."""
+        size = len(values) * place.element_bytes
+        if self._filling.num_bytes + size > self._num_bytes:
+            self._turn()
+        buffer = self._filling
+        target = buffer.memory[buffer.num_bytes : buffer.num_bytes + size].view(getattr(torch, place.dtype))
+        target.copy_(values.detach().to(target.dtype), non_blocking=True)
+        buffer.parts.append((place, first_element, target))
+        buffer.num_bytes += size + -size % ALIGNMENT
+        self._device = values.device
+
+    def finish(self) -> None:
+        """Write what is left. A second call changes nothing."""
+        self._turn()
+        self._empty(self._other)
+
+    def _turn(self) -> None:
+        """Begin to fill the other buffer, once it is written: the device fills this one meanwhile."""
+        self._filling.filled = mark(self._device)
+        self._empty(self._other)
+        self._filling, self._other = self._other, self._filling
+
+    def _empty(self, buffer: _Buffer) -> None:
+        if not buffer.parts:
+            return
+        if buffer.filled is not None:
+            buffer.filled.synchronize()
+        self._write(buffer.parts)
+        buffer.parts, buffer.num_bytes, buffer.filled = [], 0, None
+
+
+def stream_beside(device: torch.device) -> AbstractContextManager[object]:
+    """A stream beside the computing, from the point that it has reached."""
+    if device.type == "cpu":
+        return nullcontext()
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    return stream
+
+
+def mark(device: torch.device) -> torch.Event | None:
+    """An event after all that the device was told to do so far; None for the CPU, which has done it."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()

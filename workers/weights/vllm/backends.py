@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.checkpoint_form import nonfinite_weights
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights
 from penstock.workers.weights.vllm.plugin import PICKLED
 
 

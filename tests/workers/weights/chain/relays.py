@@ -10,13 +10,11 @@ import torch
 
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
-from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, make_plan
-from penstock.workers.weights.chain.pull import Timeouts
-from penstock.workers.weights.chain.relay import Relay
-from penstock.workers.weights.chain.reports import Reporter
+from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Timeouts, make_plan
+from penstock.workers.weights.chain.relay import Relay, Reporter
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights
 
 TOKEN = bytes(range(32))
 SERVICE = 1

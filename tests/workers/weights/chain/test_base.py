@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.workers.weights.chain import relay, subscription
-from penstock.workers.weights.chain.base import Differences
-from penstock.workers.weights.chain.plan import Broadcast
-from penstock.workers.weights.chain.pull import ChunkTimes
+from penstock.workers.weights.chain import subscription
+from penstock.workers.weights.chain.plan import Broadcast, ChunkTimes
+from penstock.workers.weights.chain.transfer import Differences
 from tests.workers.weights.chain.relays import Cluster, plan_of, values_of
 
 CHUNK_BYTES = 2**20
@@ -87,9 +86,9 @@ def test_a_node_that_missed_a_version_gets_it_whole_and_passes_it_on(tmp_path: P
 
 
 def test_a_difference_that_comes_damaged_is_asked_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = subscription.Server.difference
+    sent = subscription.ChunkServer.difference
 
-    def damaged(self: subscription.Server, chunk: int, num_bytes: int) -> bytes | None:
+    def damaged(self: subscription.ChunkServer, chunk: int, num_bytes: int) -> bytes | None:
         made = sent(self, chunk, num_bytes)
         return None if made is None else made[:-4] + bytes(4)
 
@@ -97,7 +96,7 @@ def test_a_difference_that_comes_damaged_is_asked_for_whole(tmp_path: Path, monk
         cluster.begin(1)
         cluster.write(1)
         cluster.check(1)
-        monkeypatch.setattr(subscription.Server, "difference", damaged)
+        monkeypatch.setattr(subscription.ChunkServer, "difference", damaged)
         cluster.begin(2)
         cluster.write(2)
         cluster.check(2)
@@ -106,12 +105,12 @@ def test_a_difference_that_comes_damaged_is_asked_for_whole(tmp_path: Path, monk
 
 def test_a_wrong_base_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were another version taken for the base, the digest of what is made of it would tell."""
-    true = relay.apply
+    true = subscription.apply
 
     def of_another(made: bytes, base: memoryview, target: memoryview) -> None:
         true(made, memoryview(bytes(len(base))), target)
 
-    monkeypatch.setattr(relay, "apply", of_another)
+    monkeypatch.setattr(subscription, "apply", of_another)
     with Cluster(tmp_path, plan_of(["x"], CHUNK_BYTES), ["a"], values=a_step_on) as cluster:
         for version in (1, 2, 3):
             cluster.begin(version)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.workers.weights.chain.pull import MOST_DAMAGED, ChunkTimes, Pull, Timeouts
+from penstock.workers.weights.chain.plan import MOST_DAMAGED, ChunkTimes, Pull, Timeouts
 from penstock.workers.weights.chain.subscription import Feed
 
 TIMEOUTS = Timeouts(heartbeat_s=0.05, factor=3.0, floor_s=0.2, first_s=1.0, cut_off=4.0)

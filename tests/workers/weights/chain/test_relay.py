@@ -14,12 +14,10 @@ from penstock.network.connection import Connection, connect
 from penstock.network.listener import Listener
 from penstock.workers.weights.chain import plan as plans
 from penstock.workers.weights.chain import subscription
-from penstock.workers.weights.chain.plan import Broadcast
-from penstock.workers.weights.chain.pull import Timeouts
-from penstock.workers.weights.chain.relay import Relay
-from penstock.workers.weights.chain.reports import HELLO, Reporter
+from penstock.workers.weights.chain.plan import Broadcast, Timeouts
+from penstock.workers.weights.chain.relay import HELLO, Relay, Reporter
 from penstock.workers.weights.publication.publication import PublicationWriter
-from penstock.workers.weights.publication.reused_files import publication_directories
+from penstock.workers.weights.publication.publication_files import publication_directories
 from tests.publications import newest_publication
 from tests.tmpfs import run_in_tmpfs
 from tests.workers.weights.chain.relays import CHUNK_BYTES, SERVICE, TOKEN, Cluster, plan_of, values_of

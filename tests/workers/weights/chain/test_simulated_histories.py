@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated_chain import FOREVER_S, Link, SimulatedChain, model_s
-from penstock.workers.weights.chain.pull import Timeouts
+from penstock.workers.weights.chain.plan import Timeouts
 from tests.amounts import amount
 
 LINK = Link(bandwidth=1e8, latency_s=0.001)

@@ -18,7 +18,7 @@ from penstock.workers.weights.publication.adapter import (
     tensor_name,
 )
 from penstock.workers.weights.publication.layout import compute_layout
-from penstock.workers.weights.publication.reading import Manifest, MappedWeights
+from penstock.workers.weights.publication.publication_files import Manifest, MappedWeights
 from tests.publications import write_publication
 
 CONFIG = LoraConfig(rank=2, alpha=6, publish="adapter")

@@ -8,11 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.weights.publication import device_copies, publication
-from penstock.workers.weights.publication.device_copies import ALIGNMENT, DeviceCopies, Part
+from penstock.workers.weights.publication import publication
 from penstock.workers.weights.publication.layout import ElementRange, Outlet, compute_layout
-from penstock.workers.weights.publication.publication import PublicationWriter, seal
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication import (
+    ALIGNMENT,
+    DeviceCopies,
+    PlacedValues,
+    PublicationWriter,
+    seal,
+)
+from penstock.workers.weights.publication.publication_files import MappedWeights
 from tests.publications import write_publication, write_rows
 
 TENSORS = {"a": torch.arange(-500.0, 500.0) / 3, "b": torch.randn(7, 5), "scalar": torch.tensor(0.1)}
@@ -26,7 +31,7 @@ class Written:
         self.parts: list[tuple[str, int, list[float]]] = []
         self.batches: list[int] = []
 
-    def write(self, parts: Sequence[Part]) -> None:
+    def write(self, parts: Sequence[PlacedValues]) -> None:
         self.batches.append(len(parts))
         self.parts += [(place.name, first, values.tolist()) for place, first, values in parts]
 
@@ -58,7 +63,7 @@ class Device:
         self.log.append(f"filled {self._count}")
         return Event(f"wait {self._count}", self.log)
 
-    def write(self, parts: Sequence[Part]) -> None:
+    def write(self, parts: Sequence[PlacedValues]) -> None:
         self.log.append("write")
 
 
@@ -72,7 +77,7 @@ class Event:
 
 def test_one_buffer_is_written_while_the_device_fills_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr(device_copies, "mark", device.mark)
+    monkeypatch.setattr(publication, "mark", device.mark)
     place = compute_layout([("w", (10_000,), "bfloat16")]).place("w")
     copies = DeviceCopies(device.write, BYTES)
     for number in range(3):

@@ -10,11 +10,16 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication import reading
+from penstock.workers.weights.publication import publication_files
 from penstock.workers.weights.publication.layout import Outlet, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, seal
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
-from penstock.workers.weights.publication.reused_files import publication_directories, publication_directory, reclaim
+from penstock.workers.weights.publication.publication_files import (
+    MappedWeights,
+    open_publication,
+    publication_directories,
+    publication_directory,
+    reclaim,
+)
 from tests.publications import newest_publication, write_publication, write_rows
 
 TENSORS = {
@@ -251,9 +256,9 @@ def test_the_manifest_says_who_wrote_what(tmp_path: Path) -> None:
 def test_several_threads_check_a_large_file_and_name_the_first_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "THREAD_BYTES", 1)
+    monkeypatch.setattr(publication_files, "THREAD_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    assert reading.num_checking_threads(2**40) == reading.MOST_THREADS
+    assert publication_files.num_checking_threads(2**40) == publication_files.MOST_THREADS
     publication = write_publication(tmp_path, 1, TENSORS.items())
     mapped = MappedWeights(publication)
     mapped.verify()
@@ -265,4 +270,4 @@ def test_several_threads_check_a_large_file_and_name_the_first_fault(
 
 
 def test_a_small_file_is_checked_by_one_thread() -> None:
-    assert reading.num_checking_threads(2**20) == 1
+    assert publication_files.num_checking_threads(2**20) == 1

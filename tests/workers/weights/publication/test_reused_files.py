@@ -17,12 +17,13 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication import reading
+from penstock.workers.weights.publication import publication_files
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
-from penstock.workers.weights.publication.reused_files import (
+from penstock.workers.weights.publication.publication_files import (
+    MappedWeights,
     WritableMappings,
+    open_publication,
     publication_directories,
     publication_directory,
     reclaim,
@@ -104,7 +105,7 @@ def test_a_manifest_read_before_its_file_was_taken_maps_nothing(
     manifest = open_publication(publication)
     for version in (2, 3):
         publish(tmp_path, version)
-    monkeypatch.setattr(reading, "open_publication", lambda _: manifest)
+    monkeypatch.setattr(publication_files, "open_publication", lambda _: manifest)
     with pytest.raises(WeightError, match=r"never completed|was reclaimed"):
         MappedWeights(publication)
 
@@ -120,7 +121,7 @@ def test_a_version_republished_while_it_is_loaded_gets_another_file(tmp_path: Pa
 READER = """
 import sys, time
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights
 mapped = MappedWeights(Publication(sys.argv[1], 1))
 print("mapped", flush=True)
 time.sleep(60)
@@ -220,7 +221,7 @@ import sys
 import torch
 from penstock.conf.errors import WeightError
 from tests.publications import newest_publication, write_publication
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.publication_files import MappedWeights, open_publication
 
 def publish(version, megabytes):
     return write_publication(sys.argv[1], version, [("w", torch.full((megabytes * 2**18,), float(version)))])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.workers.weights.publication.room import (
+from penstock.workers.weights.publication.costs import (
     how_to_enlarge,
     kept_bytes,
     needed_on_node,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.weights.publication.timing import BUSES, Way
+from penstock.workers.weights.publication.costs import BUSES, PublicationTimes
 
 SEVEN_B = 15_231_233_024
 """Bytes of Qwen2.5-7B in bfloat16."""
@@ -14,7 +14,7 @@ FOUR, FIVE = BUSES
 
 
 def test_a_rank_of_one_thread_writes_as_fast_as_it_copies_whatever_its_bus() -> None:
-    way = Way(SEVEN_B, num_ranks=8, gpus_per_engine=1)
+    way = PublicationTimes(SEVEN_B, num_ranks=8, gpus_per_engine=1)
     assert way.written_s(FOUR) == way.written_s(FIVE) == pytest.approx(15.231e9 / 8 / 7.6e9, rel=1e-4)
     assert way.taken_s == pytest.approx(15.231e9 / 8 * 3 / 1e12, rel=1e-4)
     assert way.checked_s == pytest.approx(0.2975, abs=1e-4)
@@ -26,7 +26,7 @@ def test_a_rank_of_one_thread_writes_as_fast_as_it_copies_whatever_its_bus() -> 
 
 
 def test_a_rank_of_many_threads_writes_as_fast_as_its_bus() -> None:
-    way = Way(SEVEN_B, num_ranks=1, gpus_per_engine=1, threads_per_rank=16)
+    way = PublicationTimes(SEVEN_B, num_ranks=1, gpus_per_engine=1, threads_per_rank=16)
     assert way.written_s(FOUR) == pytest.approx(0.609, abs=1e-3)
     assert way.written_s(FIVE) == pytest.approx(0.305, abs=1e-3)
 
@@ -38,12 +38,12 @@ def test_a_rank_of_many_threads_writes_as_fast_as_its_bus() -> None:
 def test_more_of_anything_but_bytes_takes_no_longer(
     size: int, ranks: int, gpus: int, threads: int, lanes: int, bus: str
 ) -> None:
-    few = Way(size, ranks, gpus, threads, lanes)
+    few = PublicationTimes(size, ranks, gpus, threads, lanes)
     for many in (
-        Way(size, ranks + 1, gpus, threads, lanes),
-        Way(size, ranks, 2 * gpus, threads, lanes),
-        Way(size, ranks, gpus, threads + 1, lanes),
-        Way(size, ranks, gpus, threads, lanes + 1),
+        PublicationTimes(size, ranks + 1, gpus, threads, lanes),
+        PublicationTimes(size, ranks, 2 * gpus, threads, lanes),
+        PublicationTimes(size, ranks, gpus, threads + 1, lanes),
+        PublicationTimes(size, ranks, gpus, threads, lanes + 1),
     ):
         assert many.between_nodes_s(bus) <= few.between_nodes_s(bus)
         assert many.paused_s(bus) <= few.paused_s(bus)

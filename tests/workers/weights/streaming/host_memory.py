@@ -17,7 +17,7 @@ from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.engine_calls import LoopEngines
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights
 from penstock.workers.weights.weight_senders import SendingRank
 from tests.workers.rollout.fake_llm import Action, FakeLLM
 

@@ -1,4 +1,4 @@
-"""The files that publications are written into, again and again: which one is taken, and its mapping.
+"""The files of publications: which one is written again, how it is mapped for writing, and how it is read.
 
 A page of shared memory that is touched for the first time costs several times what writing it again costs. So the file
 of the version before last becomes the next version's, by rename, if no process reads it any more, and two files take
@@ -9,25 +9,38 @@ turns:
 A trainer rank maps each of them once, and from then on writes at the speed of memory: no page fault, and no lock of the
 file that ranks would wait for, as with `write(2)`.
 
-Readers hold a shared lock on the file for as long as it is mapped (`reading.MappedWeights`); a file is taken only when
-an exclusive lock can be had, else a new one is made. The kernel frees the locks of dead processes. The newest sealed
+Readers hold a shared lock on the file for as long as it is mapped (`MappedWeights`); a file is taken only when an
+exclusive lock can be had, else a new one is made. The kernel frees the locks of dead processes. The newest sealed
 publication is never taken: whatever happens to the writer, that one stays loadable.
+
+A reader checks manifest, header and checksums. If it finds anything wrong it raises `WeightError` with file and tensor,
+before any weight of the engine has changed.
 """
 
 import contextlib
 import fcntl
+import json
 import mmap
 import os
 import platform
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
 
 from penstock.conf.errors import WeightError
-from penstock.workers.machine.local_files import Shortage, Spans, reserve
-from penstock.workers.weights.publication.room import how_to_enlarge
+from penstock.workers.protocols import Publication
+from penstock.workers.runtime.local_files import Shortage, Spans, reserve
+from penstock.workers.weights.publication.costs import how_to_enlarge
+from penstock.workers.weights.publication.layout import ElementRange, Layout, byte_span, compute_layout
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
@@ -224,4 +237,170 @@ def _no_space(file: Path, short: Shortage) -> WeightError:
         f"{platform.node()}: no room for a publication in {file.parent}: {short.needed_bytes:,} bytes are needed, "
         f"{short.free_bytes:,} of {short.total_bytes:,} are free. Two publications must fit side by side, and a third "
         f"while an engine still loads the one before: {how_to_enlarge(3 * short.needed_bytes)}."
+    )
+
+
+MOST_THREADS, THREAD_BYTES = 8, 2**28
+"""Most threads that sum a publication, and fewest bytes for each."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a publication: version, layout, checksums."""
+
+    directory: Path
+    version: int
+    layout: Layout
+    ranges: tuple[ElementRange, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.directory / WEIGHTS_NAME
+
+    def span(self, entry: ElementRange) -> tuple[int, int]:
+        """First and last-plus-one byte of a range in the file."""
+        return byte_span(self.layout, entry)
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    tensors = {place.name: {"dtype": place.dtype, "shape": place.shape} for place in manifest.layout.tensors}
+    fields = {
+        "version": manifest.version,
+        "num_bytes": manifest.layout.num_bytes,
+        "tensors": tensors,
+        "ranges": [list(entry) for entry in manifest.ranges],
+    }
+    return json.dumps(fields)
+
+
+def open_publication(publication: Publication) -> Manifest:
+    """The manifest of a sealed publication, checked for version, size and header.
+
+    Raises `WeightError` when it is missing (or not sealed yet), unreadable, truncated, or of another version. Tensor
+    bytes are not read here: see `MappedWeights.verify`.
+    """
+    directory = Path(publication.directory)
+    manifest = _read_manifest(directory)
+    if manifest.version != publication.version:
+        raise WeightError(
+            f"{directory / MANIFEST_NAME}: holds version {manifest.version}, but version {publication.version} was "
+            "asked for."
+        )
+    try:
+        size = manifest.file.stat().st_size
+        with manifest.file.open("rb") as file:
+            header = file.read(len(manifest.layout.header))
+    except FileNotFoundError:
+        raise WeightError(f"{manifest.file}: missing, though its manifest is there. Publish again.") from None
+    if size != manifest.layout.num_bytes:
+        raise WeightError(
+            f"{manifest.file}: {size:,} bytes instead of {manifest.layout.num_bytes:,}: truncated. Publish again."
+        )
+    if header != manifest.layout.header:
+        raise WeightError(f"{manifest.file}: its header does not match the manifest: damaged. Publish again.")
+    return manifest
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_NAME
+    try:
+        fields = json.loads(path.read_text())
+        layout = compute_layout((name, entry["shape"], entry["dtype"]) for name, entry in fields["tensors"].items())
+        ranges = tuple(ElementRange(*entry) for entry in fields["ranges"])
+        return Manifest(directory, int(fields["version"]), layout, ranges)
+    except FileNotFoundError:
+        raise WeightError(
+            f"{path}: no such publication, or one that was never completed. Its trainer died, or it was reclaimed."
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightError(f"{path}: unreadable manifest ({type(error).__name__}: {error}). Publish again.") from None
+
+
+class MappedWeights:
+    """The file of a publication mapped into memory: tensors are views, nothing is copied until the caller does.
+
+    Mapping and lock end when this object and the last tensor taken from it are gone. Until then no writer takes the
+    file for another version. Writing into the views changes this process's copy only.
+
+        mapped = MappedWeights(publication)
+        mapped.verify()
+        model.load_state_dict(dict(mapped.tensors()))
+    """
+
+    def __init__(self, publication: Publication) -> None:
+        """Map the file and lock it. Raises `WeightError` as `open_publication` does, and when the publication is
+        reclaimed meanwhile."""
+        manifest = self.manifest = open_publication(publication)
+        try:
+            with manifest.file.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self.inode = os.fstat(file.fileno()).st_ino
+                # A writer may have taken the file before the lock: it removes the manifest first.
+                if _read_manifest(manifest.directory) != manifest or manifest.file.stat().st_ino != self.inode:
+                    raise _reclaimed(manifest)
+                # The mapping has a descriptor of its own for the same open file, and so keeps the lock.
+                self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
+        except (FileNotFoundError, BlockingIOError):
+            raise _reclaimed(manifest) from None
+
+    def populate(self) -> None:
+        """Fill the page tables, so that loading meets no page fault: most of a first read's time."""
+        populate(self._memory, 0, len(self._memory), POPULATE_READ)
+
+    def verify(self) -> None:
+        """Compare every range's checksum, by several threads where there is much. Raises `WeightError` with the tensor
+        and elements of the first that differs. The first read of a page fills the page tables around it, in any thread
+        at once, which `populate` cannot."""
+        view = memoryview(self._memory)
+
+        def checksum(entry: ElementRange) -> str:
+            start, end = self.manifest.span(entry)
+            return xxhash.xxh3_128_hexdigest(view[start:end])
+
+        with ThreadPoolExecutor(num_checking_threads(len(view))) as threads:
+            ranges = self.manifest.ranges
+            for entry, found in zip(ranges, threads.map(checksum, ranges), strict=True):
+                if found != entry.checksum:
+                    threads.shutdown(cancel_futures=True)
+                    raise _damaged(self.manifest, entry, found)
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """A view of shape and dtype as published, on the CPU. Raises `WeightError` for an unknown name."""
+        import torch
+
+        place = self.manifest.layout.place(name)
+        dtype = getattr(torch, place.dtype)
+        if place.num_bytes == 0:
+            return torch.empty(place.shape, dtype=dtype)
+        count = place.num_bytes // dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
+
+    def copy_to(self, file: Path) -> None:
+        """Write the whole safetensors file, for a reader that wants one of its own."""
+        file.write_bytes(self._memory)
+
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """All tensors, layer by layer (by name): engines that repack a layer at a time then hold one layer at a
+        time."""
+        for name in sorted(self.manifest.layout.by_name):
+            yield name, self.tensor(name)
+
+
+def num_checking_threads(num_bytes: int) -> int:
+    """Number of threads that sum a publication."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), num_bytes // THREAD_BYTES))
+
+
+def _damaged(manifest: Manifest, entry: ElementRange, found: str) -> WeightError:
+    last = entry.first_element + entry.num_elements - 1
+    return WeightError(
+        f"{manifest.file}: tensor {entry.name!r}, elements {entry.first_element} to {last} (written by rank "
+        f"{entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was written; publish again."
+    )
+
+
+def _reclaimed(manifest: Manifest) -> WeightError:
+    return WeightError(
+        f"{manifest.directory}: version {manifest.version} was reclaimed before it could be mapped; its file holds, or "
+        "will hold, another version. Load the newest publication."
     )
