@@ -16,8 +16,10 @@ like the environment's messages, and the others are trained (`without_old_turns`
 Legend: B rows, S sequences, S_i those of row i, N sampled tokens of all rows.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +49,7 @@ class Sequences:
     place_N: np.ndarray
     """Place of each sampled token in its sequence; the token one place before predicts it."""
     row_S: np.ndarray
-    """The row that each sequence is of."""
+    """Row of each sequence."""
     targets_N: np.ndarray | None = None
     """Tokens to be scored in the place of the sampled ones; None: those are."""
     targets_each: int = 1
@@ -171,18 +173,31 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
     return rows
 
 
+def _turns(spans: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
+    """The turns of one row: segment, and where its context and its sampled tokens lie in the row's columns.
+
+    >>> list(_turns(np.array([0, 3, 2, 1, 4, 1])))
+    [(0, slice(0, 3, None), slice(0, 2, None)), (1, slice(3, 7, None), slice(2, 3, None))]
+    """
+    context_end = sampled_end = 0
+    for segment, num_context, num_sampled in spans.reshape(-1, 3).tolist():
+        context = slice(context_end, context_end + num_context)
+        sampled = slice(sampled_end, sampled_end + num_sampled)
+        context_end, sampled_end = context.stop, sampled.stop
+        yield segment, context, sampled
+
+
 def _segments(context: np.ndarray, response: np.ndarray, spans: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Token ids of each segment of a trajectory, and the places of what was sampled in it."""
-    table, starts = _table(spans)
-    read, said = 0, 0
     segments = []
-    for start, end in zip(starts, [*starts[1:], len(table)], strict=True):
-        parts, sampled, length = [], [], 0
-        for _, num_read, num_said in table[start:end].tolist():
-            parts += [context[read : read + num_read], response[said : said + num_said]]
-            sampled.append(np.arange(length + num_read, length + num_read + num_said))
-            read, said, length = read + num_read, said + num_said, length + num_read + num_said
-        segments.append((np.concatenate(parts), np.concatenate(sampled)))
+    for _, turns in groupby(_turns(spans), key=itemgetter(0)):
+        parts, places, length = [], [], 0
+        for _, read, sampled in turns:
+            parts += [context[read], response[sampled]]
+            first = length + len(parts[-2])
+            length = first + len(parts[-1])
+            places.append(np.arange(first, length))
+        segments.append((np.concatenate(parts), np.concatenate(places)))
     return segments
 
 
@@ -210,21 +225,19 @@ def _demote_old_turns(
     """Context and spans of one row without its old turns, and a bool for each of its sampled tokens: whether it is
     left. What follows the last turn of a segment that is left, and segments of which none is, are not read."""
     contexts, runs, kept = [np.zeros(0, context.dtype)], [], np.zeros(len(response), bool)
-    waiting: list[np.ndarray] = []
-    number, segment, read, said = -1, None, 0, 0
-    for of_segment, num_read, num_said in spans.reshape(-1, 3).tolist():
-        if of_segment != segment:
-            segment, waiting, is_new = of_segment, [], True
-        sampled = slice(said, said + num_said)
-        waiting.append(context[read : read + num_read])
-        read, said = read + num_read, said + num_said
-        if versions[sampled].min() < oldest:
-            waiting.append(response[sampled])
-            continue
-        number, is_new = number + is_new, False
-        runs += [number, sum(map(len, waiting)), num_said]
-        contexts += waiting
-        waiting, kept[sampled] = [], True
+    num_segments = 0
+    for _, turns in groupby(_turns(spans), key=itemgetter(0)):
+        pending: list[np.ndarray] = []  # context of the next turn that is left
+        is_new = True
+        for _, read, sampled in turns:
+            pending.append(context[read])
+            if versions[sampled].min() < oldest:
+                pending.append(response[sampled])
+                continue
+            num_segments, is_new = num_segments + is_new, False
+            runs += [num_segments - 1, sum(map(len, pending)), sampled.stop - sampled.start]
+            contexts += pending
+            pending, kept[sampled] = [], True
     return np.concatenate(contexts), np.asarray(runs, spans.dtype), kept
 
 
@@ -249,11 +262,12 @@ def _remaining_pictures(ranges: np.ndarray, spans: np.ndarray, kept: np.ndarray)
 def _lengths(spans: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each segment of one row, and of those the ones that are read without the old turns: up to its last turn
     that is left."""
-    table, starts = _table(spans)
-    said = np.cumsum(table[:, 2])
-    lengths, read = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
-    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(table)], strict=True)):
-        ends = np.cumsum(table[start:end, 1] + table[start:end, 2])
-        lengths[number] = ends[-1]
-        read[number] = max((int(ends[run - start]) for run in range(start, end) if kept[said[run] - 1]), default=0)
-    return lengths, read
+    lengths, num_read = [], []
+    for _, turns in groupby(_turns(spans), key=itemgetter(0)):
+        length = read = 0
+        for _, context, sampled in turns:
+            length += context.stop - context.start + sampled.stop - sampled.start
+            read = length if kept[sampled.stop - 1] else read
+        lengths.append(length)
+        num_read.append(read)
+    return np.array(lengths, np.int64), np.array(num_read, np.int64)
