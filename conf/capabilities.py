@@ -85,7 +85,7 @@ class RolloutCapabilities:
 
 ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
     "vllm": RolloutCapabilities(
-        implementation="penstock.workers.rollout.engine_vllm:make",
+        implementation="penstock.workers.rollout.engine_vllm_adapters:make",
         is_exact=False,
         computes_in_actor=False,
         start_s=30,

@@ -11,7 +11,7 @@ from penstock.planner.costs.measured import kernels_of
 from penstock.planner.costs.training import Rank
 from penstock.planner.durations import Sync
 from penstock.planner.hardware import GpuKind
-from penstock.workers.weights.publication.timing import BUSES, Way
+from penstock.workers.weights.publication.costs import BUSES, PublicationTimes
 
 REWARD_S = 2e-3
 """Seconds of a reward for a row, by one actor: math-verify on a short answer. Judges and sandboxes take longer, and
@@ -63,11 +63,11 @@ class RunDurations:
         return REWARD_S * num_rows if kind == "reward" else 0.0
 
     @cached_property
-    def way(self) -> Way:
+    def way(self) -> PublicationTimes:
         """The way of a version, on each rank's and engine's own bus."""
         config = self.memory.config
         num_bytes, parts = int(self.memory.publication_bytes), config.rollout.tensor_parallel_size
-        return Way(num_bytes, config.trainer.num_ranks, parts, link=self.link)
+        return PublicationTimes(num_bytes, config.trainer.num_ranks, parts, link=self.link)
 
     def sync(self) -> Sync:
         bus = self.ranks_kind.bus

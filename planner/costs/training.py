@@ -18,7 +18,7 @@ from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.planner.costs.decoding import active_parameters
 from penstock.planner.costs.efficiencies import Efficiencies
 from penstock.planner.hardware import GpuKind
-from penstock.workers.weights.publication.timing import BUSES
+from penstock.workers.weights.publication.costs import BUSES
 
 MASTER_BYTES = 4
 OPTIMIZER_BYTES = 28

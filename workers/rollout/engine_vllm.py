@@ -548,18 +548,6 @@ class VllmEngine:
             raise WorkerDied(f"the vLLM engine for {self._spec.model_path} is not serving: {reason}.")
 
 
-def make(spec: EngineSpec, meters: Meters | None = None) -> VllmEngine:
-    """Make the engine for what is published and served: whole models or one adapter, and adapters by name. `meters`:
-    for vLLM's own statistics."""
-    if spec.adapter is None and spec.adapters is None:
-        return VllmEngine(spec, meters)
-    from penstock.workers.rollout.engine_vllm_adapters import VllmAdapterEngine, VllmNamedEngine, VllmWholeEngine
-
-    if spec.adapters is None:
-        return VllmAdapterEngine(spec, meters)
-    return (VllmWholeEngine if spec.adapters.max_rank == WHOLE else VllmNamedEngine)(spec, meters)
-
-
 # Requests and answers
 
 

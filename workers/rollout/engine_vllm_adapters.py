@@ -1,8 +1,10 @@
-"""The vLLM engine with adapters. Three engines, by what is published to them and what clients ask for by name:
+"""The vLLM engines with adapters, by what is published to them and what clients ask for by name:
 
 VllmAdapterEngine   publications are adapters: the base model with the newest one on top of it
 VllmNamedEngine     publications are whole models; besides, many adapters by name are decoded together
 VllmWholeEngine     publications are whole models; besides, whole models by name, one on the device at a time
+
+`make` chooses among them and the engine without adapters.
 """
 
 import asyncio
@@ -49,6 +51,13 @@ LARGEST_VOCABULARY = 258_048
 KEPT_S = 60.0
 """Seconds that the files of a dropped adapter stay, for a step that vLLM has planned already."""
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def make(spec: EngineSpec, meters: Meters | None = None) -> VllmEngine:
+    """Make the engine for what is published and served. `meters`: for vLLM's own statistics."""
+    if spec.adapters is not None:
+        return (VllmWholeEngine if spec.adapters.max_rank == WHOLE else VllmNamedEngine)(spec, meters)
+    return (VllmEngine if spec.adapter is None else VllmAdapterEngine)(spec, meters)
 
 
 class VllmAdapterEngine(VllmEngine):

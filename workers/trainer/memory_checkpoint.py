@@ -38,10 +38,14 @@ from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.publication import DeviceCopies, stream_beside
-from penstock.workers.weights.publication.publication import Part as BufferedPart
 from penstock.workers.weights.publication.layout import TensorPlace
-from penstock.workers.weights.publication.publication import copy_and_sum, needs_buffers
+from penstock.workers.weights.publication.publication import (
+    DeviceCopies,
+    PlacedValues,
+    copy_and_sum,
+    needs_buffers,
+    stream_beside,
+)
 from penstock.workers.weights.publication.publication_files import POPULATE_READ, WritableMappings, populate
 
 ADVICE = "Go on from the last checkpoint (resume=auto)."
@@ -235,7 +239,7 @@ class MemoryCheckpoint:
         written = [block for blocks in self._threads.map(write, _shares_of(near)) for block in blocks]
         if len(near) < len(held):
 
-            def write_all(parts: Sequence[BufferedPart]) -> None:
+            def write_all(parts: Sequence[PlacedValues]) -> None:
                 shares = ([(start, values)] for _, start, values in parts)
                 written.extend(block for blocks in self._threads.map(write, shares) for block in blocks)
 

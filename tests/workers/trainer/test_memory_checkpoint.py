@@ -26,7 +26,7 @@ from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import CriticTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
-from penstock.workers.weights.publication import device_copies
+from penstock.workers.weights.publication import publication as publications
 from penstock.workers.weights.publication.publication import DeviceCopies
 from tests.workers.trainer.conftest import ENGINES, assert_same, random_rows
 
@@ -155,7 +155,7 @@ def test_a_copy_from_a_device_is_whole_before_the_next_optimizer_step(
     monkeypatch.setattr(memory_checkpoint, "needs_buffers", lambda values: len(values) > 16)
     monkeypatch.setattr(memory_checkpoint, "DeviceCopies", lambda write: DeviceCopies(write, 2**15))
     monkeypatch.setattr(memory_checkpoint, "BLOCK_BYTES", 2**14)
-    monkeypatch.setattr(device_copies, "mark", lambda device: Filled(log))
+    monkeypatch.setattr(publications, "mark", lambda device: Filled(log))
     step = rank.policy.engine.optimizer_step
     monkeypatch.setattr(rank.policy.engine, "optimizer_step", lambda rate: log.append("optimizer") or step(rate))
     rank.checkpoint.save(1)

@@ -49,9 +49,14 @@ from penstock.workers.trainer.checkpointing.shard_files import (
 )
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.publication.publication import BUFFER_BYTES, DeviceCopies, Part, stream_beside
 from penstock.workers.weights.publication.layout import TensorPlace
-from penstock.workers.weights.publication.publication import needs_buffers
+from penstock.workers.weights.publication.publication import (
+    BUFFER_BYTES,
+    DeviceCopies,
+    PlacedValues,
+    needs_buffers,
+    stream_beside,
+)
 
 LOWEST = 19
 """Niceness of a thread that yields to all others."""
@@ -307,7 +312,7 @@ class HostCopy:
                     start += len(some)
             through.finish()
 
-    def _write(self, parts: Sequence[Part]) -> None:
+    def _write(self, parts: Sequence[PlacedValues]) -> None:
         for _, start, values in parts:
             np.copyto(self.memory[start : start + len(values)].numpy(), values.numpy())
 
