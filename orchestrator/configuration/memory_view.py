@@ -17,13 +17,12 @@ from rich.table import Table
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
-from penstock.conf.model import FreshModelConfig
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.cluster import count_local_gpus
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
 from penstock.orchestrator.cluster.placement.assignment import Assignment
 from penstock.orchestrator.cluster.placement.nodes import Node, titles
-from penstock.orchestrator.configuration.model_shape import ModelShape
+from penstock.orchestrator.configuration.model_shape import KNOWN, TOWERS, ModelShape, fresh_shape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.run_memory import (
@@ -36,7 +35,6 @@ from penstock.orchestrator.configuration.run_memory import (
     reserved_bytes,
     with_chosen,
 )
-from penstock.workers.fresh_model import FAMILY, vision_config, vocabulary_size
 
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray's label of a node for the kind of its GPUs."""
@@ -51,7 +49,7 @@ def shapes_of(config: RunConfig, flow: Dataflow, *, may_fetch: bool = False) -> 
     """Sizes of the models that can be told, by name; the policy's under `policy`. `may_fetch`: a config.json may be
     fetched from the hub."""
     model = starting_model_config(config)
-    found = {"policy": _fresh(model.fresh) if model.path is None else _read(model.path, may_fetch)}
+    found = {"policy": fresh_shape(model.fresh) if model.path is None else _read(model.path, may_fetch)}
     if model.reference_path is not None:
         found["reference"] = _read(model.reference_path, may_fetch)
     names = {str(stage.model) for stage in flow.stages if stage.model is not None}
@@ -86,35 +84,30 @@ def _of_this_machine() -> float | None:
     )
 
 
-def _fresh(model: FreshModelConfig) -> ModelShape | None:
-    kind = "qwen3_moe" if model.num_experts else "qwen2"
-    return ModelShape.of(
-        {
-            "model_type": FAMILY if model.num_vision_layers else kind,
-            "num_experts": model.num_experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.intermediate_size,
-            "num_hidden_layers": model.num_layers,
-            "num_attention_heads": model.num_heads,
-            "num_key_value_heads": model.num_kv_heads,
-            "vocab_size": vocabulary_size(model),
-            "tie_word_embeddings": True,
-            "max_position_embeddings": model.max_position_embeddings,
-            **(vision_config(model, first_id=0) if model.num_vision_layers else {}),
-        }
-    )
-
-
 def _read(path: str, may_fetch: bool) -> ModelShape | None:
-    """The sizes that a config.json says; None where there is none, or it says something else. Whether the model is as
-    it should be is told by others."""
+    """The sizes that a config.json says; None where there is none, or it says something else. `check_model` refuses a
+    directory that is no model."""
+    values = _config_of(path, may_fetch)
+    return None if values is None else ModelShape.of(values)
+
+
+def _why_unknown(config: RunConfig, may_fetch: bool) -> str:
+    """The reason why the policy has no shape."""
+    path = str(starting_model_config(config).path)
+    values = _config_of(path, may_fetch)
+    if values is None:
+        return f"unknown: {path} has no config.json on this machine"
+    kind, known = values.get("model_type"), ", ".join(dict.fromkeys((*KNOWN, *TOWERS)))
+    return f"unknown: the estimate does not know the sizes of this model of type {kind!r} (known types: {known})"
+
+
+def _config_of(path: str, may_fetch: bool) -> Mapping[str, Any] | None:
     values: Any = None
     with contextlib.suppress(OSError, ValueError):
         directory = Path(path).expanduser()
         file = directory / "config.json" if directory.is_dir() else _of_hub(path, may_fetch)
         values = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
-    return ModelShape.of(values) if isinstance(values, Mapping) else None
+    return values if isinstance(values, Mapping) else None
 
 
 def _of_hub(name: str, may_fetch: bool) -> str | None:
@@ -128,7 +121,6 @@ def _of_hub(name: str, may_fetch: bool) -> str | None:
 
 
 PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "logits", "publication")
-UNKNOWN = "not known beforehand: the model's sizes are not on this machine, or of a kind that is not known here"
 
 
 @dataclass(frozen=True)
@@ -141,6 +133,8 @@ class MemoryView:
     """Keys that were `auto`, with what was chosen."""
     nodes: Sequence[Node] = ()
     assignment: Assignment | None = None
+    why_unknown: str = ""
+    """The reason why there is no `memory`."""
 
     @classmethod
     def of(
@@ -154,14 +148,14 @@ class MemoryView:
         """`nodes`: of the cluster; empty: the run starts a local Ray. Reads models' config.json."""
         shapes = shapes_of(run.config, run.flow, may_fetch=may_fetch)
         if "policy" not in shapes:
-            return cls(run.plan, None, (), nodes, assignment)
+            return cls(run.plan, None, (), nodes, assignment, _why_unknown(run.config, may_fetch))
         memory = with_chosen(RunMemory(run.config, run.flow, shapes, gpu_bytes(run.config, nodes, run.plan)))
         return cls(run.plan, memory, chosen(run.config, memory.config), nodes, assignment)
 
     def found(self) -> str:
         """Describe it in a few words. Raises `ResourceError` for what does not fit, with the keys to change."""
         if self.memory is None:
-            return UNKNOWN
+            return self.why_unknown
         self.memory.check()
         self._check_host()
         peaks = [f"{what} {_gib(peak)}" for what, peak in self.memory.peaks().items()]
@@ -262,7 +256,7 @@ def _chosen_config(run: ResolvedRun, nodes: Sequence[Node], tell: Callable[[str]
         return run.config
     view = MemoryView.of(run, nodes, may_fetch=True)
     if view.memory is None:
-        tell(f"memory: {UNKNOWN}")
+        tell(f"memory: {view.why_unknown}")
         return run.config
     view.memory.check()
     if view.chosen:

@@ -1,8 +1,8 @@
 """The sizes of a model that its memory depends on, read from its config.json alone. Pure: no torch, no weights.
 
 Known are decoders of one kind: attention by heads, then a gated MLP or experts that are gated MLPs, as Llama, Mistral,
-Mixtral, Qwen2 and Qwen3 are, and the text of Qwen2-VL and Qwen2.5-VL with their vision towers. Others have None for a
-shape: no figure is better than a wrong one.
+Mixtral, Qwen2 and Qwen3 are, and the text of the families of vision models (`workers/pictures/families.py`) with their
+towers. Others have None for a shape: no figure is better than a wrong one.
 
     patch [C] ─▶ embedding ─▶ blocks: norm, attention, norm, MLP ─▶ merger: norm, two products ─▶ a feature of [H]
 
@@ -15,7 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import ALL_LINEAR
+from penstock.workers.fresh_model import FAMILY, vision_config, vocabulary_size
 from penstock.workers.models.model_files import longest_context
 
 FLOAT32 = 4
@@ -23,7 +25,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Numbers of one tower."""
+    """Numbers of one vision tower."""
 
     num_layers: int
     width: int
@@ -32,28 +34,17 @@ class TowerShape:
     """Numbers of a patch: pixels of all its channels and frames."""
     merged: int
     """Patches of one feature."""
-    out_width: int
-    is_gated: bool
+    root_parameters: int
+    """Parameters outside of the blocks, which are gathered with the root's: embeddings, and what makes features."""
+    is_gated: bool = False
     """True if MLPs are gated, and norms have no bias, as in Qwen2.5-VL."""
 
     @classmethod
-    def of(cls, kind: str, values: Mapping[str, Any]) -> "TowerShape | None":
-        """Read a `vision_config`. `kind`: the model's. None for one that is not known here, or lacks a size."""
-        is_gated = kind == "qwen2_5_vl"
-        if kind not in ("qwen2_vl", "qwen2_5_vl"):
-            return None
+    def of(cls, kind: str, values: Mapping[str, Any], hidden: int = 0) -> "TowerShape | None":
+        """Read a `vision_config`. `kind`: the model's; `hidden`: width of its text. None for one that is not known
+        here, or lacks a size."""
         try:
-            width = values["hidden_size" if is_gated else "embed_dim"]
-            pixels = values.get("in_channels", values.get("in_chans", 3)) * values["patch_size"] ** 2
-            return cls(
-                num_layers=values["depth"],
-                width=width,
-                mlp_width=values["intermediate_size"] if is_gated else int(width * values["mlp_ratio"]),
-                patch_numbers=pixels * values["temporal_patch_size"],
-                merged=values["spatial_merge_size"] ** 2,
-                out_width=values["out_hidden_size" if is_gated else "hidden_size"],
-                is_gated=is_gated,
-            )
+            return TOWERS[kind](kind, values, hidden)
         except (KeyError, TypeError):
             return None
 
@@ -63,14 +54,7 @@ class TowerShape:
         attention = 4 * self.width * self.width + 4 * self.width
         mlp = (3 if self.is_gated else 2) * self.width * self.mlp_width
         biases = (2 if self.is_gated else 1) * self.mlp_width + self.width
-        return attention + mlp + biases + 2 * self._norm_parameters
-
-    @property
-    def root_parameters(self) -> int:
-        """Parameters of the embedding and of the merger, which are gathered with the root's."""
-        wide = self.width * self.merged
-        merger = wide * wide + wide + wide * self.out_width + self.out_width
-        return self.patch_numbers * self.width + self._norm_parameters + merger
+        return attention + mlp + biases + (2 if self.is_gated else 4) * self.width
 
     @property
     def num_parameters(self) -> int:
@@ -83,16 +67,39 @@ class TowerShape:
         attention = 6 * element_bytes * self.width
         return norms + attention + (4 if self.is_gated else 2) * element_bytes * self.mlp_width
 
-    @property
-    def _norm_parameters(self) -> int:
-        return self.width if self.is_gated else 2 * self.width
+
+def _of_qwen(kind: str, values: Mapping[str, Any], hidden: int) -> TowerShape:
+    is_first, is_gated = kind == "qwen2_vl", kind == "qwen2_5_vl"
+    width, out = (
+        values["embed_dim" if is_first else "hidden_size"],
+        values["hidden_size" if is_first else "out_hidden_size"],
+    )
+    pixels = values.get("in_channels", values.get("in_chans", 3)) * values["patch_size"] ** 2
+    patch_numbers, merged = pixels * values["temporal_patch_size"], values["spatial_merge_size"] ** 2
+    wide = width * merged
+    products = wide * wide + wide + wide * out + out
+    root = patch_numbers * width + (1 if is_gated else 2) * width + products
+    if kind == "qwen3_vl":  # the embedding has biases and positions, and features go to layers, too
+        root += width + values["num_position_embeddings"] * width
+        root += len(values["deepstack_visual_indexes"]) * (2 * wide + products)
+    mlp_width = int(width * values["mlp_ratio"]) if is_first else values["intermediate_size"]
+    return TowerShape(values["depth"], width, mlp_width, patch_numbers, merged, root, is_gated)
 
 
-WITH_TOWER = ("qwen2_vl", "qwen2_5_vl")
-"""Model types that see."""
-WITH_QKV_BIAS = ("qwen2", *WITH_TOWER)
+def _of_clip(kind: str, values: Mapping[str, Any], hidden: int) -> TowerShape:
+    width, side = values["hidden_size"], values["image_size"] // values["patch_size"]
+    patch_numbers = values.get("num_channels", 3) * values["patch_size"] ** 2
+    embeddings = width + patch_numbers * width + (side * side + 1) * width
+    projector = width * hidden + hidden + hidden * hidden + hidden
+    root = embeddings + 4 * width + projector
+    return TowerShape(values["num_hidden_layers"], width, values["intermediate_size"], patch_numbers, 1, root)
+
+
+TOWERS = {"qwen2_vl": _of_qwen, "qwen2_5_vl": _of_qwen, "qwen3_vl": _of_qwen, "llava": _of_clip}
+"""Readers of towers by the model type, for each family of `workers/pictures/families.py`."""
+WITH_QKV_BIAS = ("qwen2", "qwen2_vl", "qwen2_5_vl")
 """Model types whose q, k and v always have biases; others say so by `attention_bias`."""
-WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
+WITH_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl")
 """Model types that normalise each head of q and k."""
 KNOWN = ("llama", "mistral", "mixtral", *WITH_QKV_BIAS, *WITH_HEAD_NORMS)
 
@@ -124,16 +131,18 @@ class ModelShape:
     """The part that sees; None: the model reads text only."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "ModelShape | None":
+    def of(cls, written: Mapping[str, Any]) -> "ModelShape | None":
         """Read a config.json. None for a kind of model that is not known here, and for one that lacks a size."""
-        kind, tower = values.get("model_type"), None
-        if kind in WITH_TOWER:
-            tower = TowerShape.of(kind, values.get("vision_config") or {})
-            if tower is None:
-                return None
-            values = {**values, **(values.get("text_config") or {})} | {
-                "tie_word_embeddings": values.get("tie_word_embeddings", False)
-            }
+        if written.get("model_type") not in TOWERS:
+            return cls._of_text(written.get("model_type"), written, None)
+        kind, text = str(written["model_type"]), written.get("text_config") or {}
+        values = {**written, **text, "tie_word_embeddings": written.get("tie_word_embeddings", False)}
+        tower = TowerShape.of(kind, written.get("vision_config") or {}, values.get("hidden_size") or 0)
+        return tower and cls._of_text(kind if kind in KNOWN else text.get("model_type"), values, tower)
+
+    @classmethod
+    def _of_text(cls, kind: Any, values: Mapping[str, Any], tower: TowerShape | None) -> "ModelShape | None":
+        """`kind`: the model type that says how the text's layers are built."""
         heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
         if kind not in KNOWN or not heads or not hidden or values.get("mlp_only_layers"):
             return None
@@ -240,3 +249,26 @@ class ModelShape:
     def cache_elements(self) -> int:
         """Elements of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.kv_width
+
+
+def fresh_shape(model: FreshModelConfig) -> ModelShape:
+    """The sizes of the model that `build_fresh_model` makes."""
+    kind = "qwen3_moe" if model.num_experts else "qwen2"
+    shape = ModelShape.of(
+        {
+            "model_type": FAMILY if model.num_vision_layers else kind,
+            "num_experts": model.num_experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "vocab_size": vocabulary_size(model),
+            "tie_word_embeddings": True,
+            "max_position_embeddings": model.max_position_embeddings,
+            **(vision_config(model, first_id=0) if model.num_vision_layers else {}),
+        }
+    )
+    assert shape is not None
+    return shape

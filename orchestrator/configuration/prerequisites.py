@@ -26,6 +26,7 @@ from penstock.network.host import ask_directly
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.model_shape import fresh_shape
 from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor, model_config, vocabulary_size
 from penstock.workers.models.model_files import CONFIG, longest_context, longest_short_context, weight_files
@@ -138,31 +139,7 @@ def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
     _check_length(f"model.fresh.max_position_embeddings={longest}", longest, max_model_len)
     kind = f"Qwen3-MoE with {model.num_experts} experts a layer" if model.num_experts else "Qwen2"
     kind = "Qwen2.5-VL" if model.num_vision_layers else kind
-    return f"a fresh {kind}, {num_parameters(model) / 1e6:.1f}M parameters, character tokenizer"
-
-
-def num_parameters(model: FreshModelConfig) -> int:
-    """Number of parameters of the model that `build_fresh_model` makes, tied embeddings counted once."""
-    hidden, key_value = model.hidden_size, model.hidden_size // model.num_heads * model.num_kv_heads
-    attention = 2 * hidden * hidden + 2 * hidden * key_value
-    mlp = 3 * hidden * model.intermediate_size
-    if model.num_experts:  # q and k have norms, as wide as a head; the router is as wide as the hidden states
-        attention += 2 * (hidden // model.num_heads)
-        mlp = model.num_experts * (mlp + hidden)
-    else:  # q, k, v have biases
-        attention += hidden + 2 * key_value
-    layer = attention + mlp + 2 * hidden
-    return vocabulary_size(model) * hidden + model.num_layers * layer + hidden + _vision_parameters(model)
-
-
-def _vision_parameters(model: FreshModelConfig) -> int:
-    """Number of parameters of the vision tower: patches, layers, and the merger that makes features of four patches."""
-    if not model.num_vision_layers:
-        return 0
-    width, merged = model.vision_hidden_size, 4 * model.vision_hidden_size
-    attention, mlp = 4 * width * width + 4 * width, 3 * width * 2 * width + 5 * width
-    merger = width + merged * merged + merged + merged * model.hidden_size + model.hidden_size
-    return 2 * 3 * 14 * 14 * width + model.num_vision_layers * (attention + mlp + 2 * width) + merger
+    return f"a fresh {kind}, {fresh_shape(model).num_parameters / 1e6:.1f}M parameters, character tokenizer"
 
 
 def _is_here(path: str, key: str) -> bool:

@@ -43,7 +43,7 @@ from penstock.conf.weights import STREAMS, choose_transport, replaces_members, s
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.rank_memory import RankMemory, RankSetting, rank_memory
-from penstock.workers.weights.publication.room import COPIES, STATE_BYTES, TURNS
+from penstock.workers.weights.publication.costs import COPIES, STATE_BYTES, TURNS
 
 STEP_TOKENS = 8192
 """Most tokens of one step, unless rollout.engine_options.max_num_batched_tokens says it: vLLM's default on an H100."""

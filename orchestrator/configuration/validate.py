@@ -34,6 +34,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_ar
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, too_small
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, titles
 from penstock.orchestrator.configuration.memory_view import MemoryView
+from penstock.orchestrator.configuration.model_shape import fresh_shape
 from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
     check_model,
@@ -41,7 +42,6 @@ from penstock.orchestrator.configuration.prerequisites import (
     check_packages,
     check_sandbox,
     check_trackers,
-    num_parameters,
     packages_of,
     processor_of,
     runs_code,
@@ -69,8 +69,8 @@ from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 from penstock.workers.weights.publication.costs import (
     BUSES,
     TURNS,
+    PublicationTimes,
     SharedMemory,
-    Way,
     how_to_enlarge,
     kept_bytes,
     publication_bytes,
@@ -470,16 +470,16 @@ def describe_weights(config: RunConfig) -> str:
     return "; ".join(told)
 
 
-def way_of(config: RunConfig, num_bytes: int) -> Way:
+def way_of(config: RunConfig, num_bytes: int) -> PublicationTimes:
     """The way of a version. A cluster's nodes are taken to have as many cores as a version can use."""
     cores = MOST_THREADS if is_elsewhere() else len(os.sched_getaffinity(0))
-    return Way(
+    return PublicationTimes(
         num_bytes, config.trainer.num_ranks, config.rollout.tensor_parallel_size,
         threads_per_rank=max(1, int(config.cluster.cpus_per_worker)), threads_per_node=min(cores, MOST_THREADS),
     )  # fmt: skip
 
 
-def describe_times(way: Way) -> str:
+def describe_times(way: PublicationTimes) -> str:
     """The seconds that a version takes by each bus, by arithmetic."""
     told = [
         f"{bus}: {way.on_one_node_s(bus):.2g} s a publication, {way.between_nodes_s(bus):.2g} s to other nodes, then a "
@@ -489,7 +489,7 @@ def describe_times(way: Way) -> str:
     return f"by arithmetic, {'; '.join(told)}"
 
 
-def describe_wait(config: RunConfig, way: Way) -> str:
+def describe_wait(config: RunConfig, way: PublicationTimes) -> str:
     """The part of it that the next step waits for."""
     if config.max_staleness == 0:
         return "the next step waits for all of it (max_staleness=0)"
@@ -520,7 +520,7 @@ def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> 
 def elements_of(config: RunConfig) -> int | None:
     """Number of elements of the policy's tensors; None for a model that is not here."""
     model = starting_model_config(config)
-    return num_parameters(model.fresh) if model.path is None else stored_elements(model.path)
+    return fresh_shape(model.fresh).num_parameters if model.path is None else stored_elements(model.path)
 
 
 def _size(num_bytes: int) -> str:

@@ -23,7 +23,7 @@ def test_a_resolved_run_is_frozen_and_its_configuration_is_a_copy() -> None:
     assert run.config == config
     assert run.config is not config
     assert {actor.role for actor in run.plan} >= {"trainer", "rollout", "scorer"}
-    assert [first.recipe for first in run.first_runs] == ["arithmetic_sft", "sft"]
+    assert [first.recipe for first in run.first_runs] == ["sft", "sft"]
     assert resolve_first(run.first_runs[0]).config.algorithm.name == "sft"
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.config = config  # type: ignore[misc]

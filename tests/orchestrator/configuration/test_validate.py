@@ -27,10 +27,10 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.model_shape import fresh_shape
 from penstock.orchestrator.configuration.prerequisites import (
     check_model,
     limits_of_code,
-    num_parameters,
     processor_of,
 )
 from penstock.orchestrator.configuration.resolved import ResolvedRun
@@ -294,7 +294,7 @@ def test_the_parameters_of_a_fresh_model_are_counted_as_torch_counts_them(model:
 
     with safe_open(model / "model.safetensors", "pt") as file:
         counted = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
-    assert num_parameters(SMALL) == counted
+    assert fresh_shape(SMALL).num_parameters == counted
     assert "3.0M" in check_model(load_config(["model=tiny"]))
 
 
@@ -305,7 +305,7 @@ def test_the_parameters_of_a_fresh_mixture_are_counted_as_torch_counts_them() ->
     mixture = replace(SMALL, num_experts=3)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(model_config(mixture, vocabulary_size(mixture)))
-    assert num_parameters(mixture) == sum(parameter.numel() for parameter in lm.parameters())
+    assert fresh_shape(mixture).num_parameters == sum(parameter.numel() for parameter in lm.parameters())
     assert "Qwen3-MoE with 3 experts" in check_model(load_config(["model=tiny", "model.fresh.num_experts=3"]))
 
 
@@ -316,7 +316,7 @@ def test_the_parameters_of_a_fresh_model_that_sees_are_counted() -> None:
     seeing = replace(SMALL, num_vision_layers=2, vision_hidden_size=96)
     with torch.device("meta"):
         lm = AutoModelForImageTextToText.from_config(model_config(seeing, vocabulary_size(seeing)))
-    assert num_parameters(seeing) == sum(parameter.numel() for parameter in lm.parameters())
+    assert fresh_shape(seeing).num_parameters == sum(parameter.numel() for parameter in lm.parameters())
     assert "Qwen2.5-VL" in check_model(load_config(["model=tiny", "model.fresh.num_vision_layers=1"]))
 
 

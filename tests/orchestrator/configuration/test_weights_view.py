@@ -13,7 +13,7 @@ from penstock.orchestrator.configuration.validate import (
     look_at_room,
     way_of,
 )
-from penstock.workers.weights.publication.room import SharedMemory
+from penstock.workers.weights.publication.costs import SharedMemory
 
 TINY = ["model=tiny", "data.path=x.jsonl"]
 GPUS = ["trainer.num_gpus_per_rank=1", "rollout.num_gpus_per_worker=1"]

@@ -2,12 +2,14 @@
 
 import json
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.orchestrator.configuration.model_shape import ModelShape, TowerShape
+from penstock.orchestrator.configuration.model_shape import TOWERS, ModelShape, TowerShape
+from penstock.workers.pictures.families import FAMILIES
 from tests.orchestrator.configuration.memory import shapes
 from tests.workers.trainer import seeing
 
@@ -30,18 +32,22 @@ def test_parameters_are_as_many_as_transformers_makes(name: str) -> None:
     assert shape.num_parameters == sum(parameter.numel() for parameter in lm.parameters())
 
 
-def config_of_a_tiny_model_that_sees() -> dict[str, Any]:
+def tiny_vision_model(kind: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("qwen2_5_vl", tie_word_embeddings=True, **deepcopy(seeing.CONFIGS["qwen2_5_vl"]))
+    config = AutoConfig.for_model(kind, tie_word_embeddings=True, **deepcopy(seeing.CONFIGS[kind]))
     return json.loads(config.to_json_string(use_diff=False))  # as it is saved: the text's sizes in a part of their own
 
 
 SEEING = {
     "QWEN25_VL_7B": lambda: shapes.QWEN25_VL_7B,
     "QWEN2_VL_7B": lambda: shapes.QWEN2_VL_7B,
-    "tiny": config_of_a_tiny_model_that_sees,
+    **{kind: partial(tiny_vision_model, kind) for kind in FAMILIES},
 }
+
+
+def test_every_family_of_vision_models_has_the_sizes_of_its_tower() -> None:
+    assert {*TOWERS} == {*FAMILIES}
 
 
 @pytest.mark.parametrize("name", SEEING)
@@ -54,7 +60,8 @@ def test_parameters_of_a_model_that_sees_are_as_many_as_transformers_makes(name:
     lm.tie_weights()
     shape = ModelShape.of(values)
     assert shape is not None
-    assert shape.tower_parameters == sum(parameter.numel() for parameter in lm.model.visual.parameters())
+    modules = [getattr(lm.model, name) for name in FAMILIES[values["model_type"]].tower]
+    assert shape.tower_parameters == sum(one.numel() for module in modules for one in module.parameters())
     assert shape.num_parameters == sum(parameter.numel() for parameter in lm.parameters())
     if name == "QWEN25_VL_7B":
         assert shape.num_parameters == 8_292_166_656  # as its files on the hub have
