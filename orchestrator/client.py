@@ -15,12 +15,18 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 
 from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, NotStarted, PenstockError
-from penstock.network.proxies import ask_directly
-from penstock.orchestrator.loops.thread import LoopThread
-from penstock.orchestrator.loops.verbs import LoopPolicy, SampleOptions, check_name, loss_call
-from penstock.workers.calls.sample_calls import SampledTokens, SampleOutput, TopTokens
-from penstock.workers.calls.training_calls import AdamParams, Datum, ForwardOutput, LossCall
-from penstock.workers.protocols import Sampling
+from penstock.network.host import ask_directly
+from penstock.orchestrator.loops.verbs import LoopPolicy, LoopThread, SampleOptions, check_name, loss_call
+from penstock.workers.protocols import (
+    AdamParams,
+    Datum,
+    ForwardOutput,
+    LossCall,
+    SampledTokens,
+    SampleOutput,
+    Sampling,
+    TopTokens,
+)
 
 T = TypeVar("T")
 

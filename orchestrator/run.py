@@ -97,7 +97,7 @@ def run(
     """
     asked, console = resolve(config, flow), Console(quiet=quiet)
     if (done := finished_run(asked.config)) is not None:
-        return _nothing_left(done, console)
+        return _finished_result(done, console)
     start = time.monotonic()
     tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     check_run(asked, tell)
@@ -107,7 +107,7 @@ def run(
     except BaseException:
         cluster.close()
         raise
-    directory.failed_writes.tell_to(tell)
+    directory.failed_writes.set_printer(tell)
     try:
         with contextlib.closing(cluster):
             cluster.connect(directory)
@@ -119,7 +119,7 @@ def run(
             outcome = _train(resolved, directory, console, sinks, identity, resume_from)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except TakenOver:
-        directory.is_anothers = True
+        directory.owned_by_other = True
         raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
@@ -156,11 +156,11 @@ def _close(directory: RunDirectory) -> None:
         contextlib.suppress(PenstockError),
         directory.failed_writes.tolerating("report", advice),
     ):
-        if not directory.is_anothers:
+        if not directory.owned_by_other:
             write_report(directory.path)
 
 
-def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:
+def _finished_result(directory: RunDirectory, console: Console) -> RunResult:
     """The result of a finished run, which stays as it is."""
     lines = directory.read_metrics()
     accuracies = [line["accuracy/heldout"] for line in lines if line.get("accuracy/heldout") is not None]
@@ -184,7 +184,7 @@ def _train(
 ) -> TrainingResult:
     """Train, with the run's display and its sinks, which are told how it ends, and closed."""
     progress = ProgressDisplay(run.config, directory.path.name, console=console, failed_writes=directory.failed_writes)
-    directory.failed_writes.tell_to(progress.note)
+    directory.failed_writes.set_printer(progress.note)
     lifecycle = RunLifecycle(run, directory, progress, identity, resume_from)
     with contextlib.closing(progress), opened_sinks(run.config, directory, sinks) as all_sinks:
         return lifecycle.run(all_sinks)
@@ -204,7 +204,7 @@ def with_models(
         start = [f"model.path={model_path}", "evaluation.every_steps=0"]
         for name, first in config.other_models.items():
             if name not in paths:
-                paths[name] = _made_by(first, name, config, directory, start)
+                paths[name] = _first_run_model(first, name, config, directory, start)
     return replace(run, config=replace(config, model=replace(config.model, paths=paths)), model_path=model_path)
 
 
@@ -213,13 +213,13 @@ def _starting_model(config: RunConfig, directory: RunDirectory) -> str:
     if config.model.path is not None:
         return config.model.path
     if config.warm_start.recipe is not None:
-        return _made_by(config.warm_start, "warm_start", config, directory)
+        return _first_run_model(config.warm_start, "warm_start", config, directory)
     build_fresh_model(directory.initial_model, config.model.fresh, config.seed)
     sync(str(directory.initial_model))
     return str(directory.initial_model)
 
 
-def _made_by(
+def _first_run_model(
     first: WarmStartConfig, name: str, config: RunConfig, directory: RunDirectory, start: Sequence[str] = ()
 ) -> str:
     """Run a recipe below the run's directory, on the same problems. Returns its model's directory."""

@@ -9,47 +9,142 @@
             run.log(step, metrics)
 
 Each call is one line here and one SPMD program on all ranks. There is no store and no staleness: every call but
-`sample_async` waits for its result. In an environment `run.environment.play` takes the place of `generate` and
-`reward`. `Policy` also has the verbs of `loops/verbs.py`, as a server's clients have them.
+`sample_async` waits for its result. `Policy` also has the verbs of `loops/verbs.py`, as a server's clients have them.
+In an environment `play` takes the place of `generate` and `reward`:
+
+    rows = run.environment.play(run.prompts.next(8), n=8)     # an attempt a row, with its reward
+    run.environment.lost                                      # attempts without a row, by reason
 """
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import ConfigError, is_refusal
+from penstock.conf.errors import ConfigError, DataError, is_refusal
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
+from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of, while_it_lives
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import answers_are_needed
-from penstock.orchestrator.cluster.ray_calls import get_all
+from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
+from penstock.orchestrator.cluster.ray_calls import deal, get_all, undeal
 from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.orchestrator.configuration.memory_view import resolve_auto
 from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve
 from penstock.orchestrator.configuration.validate import check_run
+from penstock.orchestrator.control.evaluation import play_timeout_s
 from penstock.orchestrator.control.members import catch_up_by_role
 from penstock.orchestrator.control.scaling import ScalableRole
-from penstock.orchestrator.loops.attempts import Attempts
-from penstock.orchestrator.loops.policy import Model, Policy, Prompt, waited_for
-from penstock.orchestrator.loops.sampling import SampleCalls
-from penstock.orchestrator.loops.saved_states import SavedStates
+from penstock.orchestrator.loops.policy import Model, Policy, Prompt, SampleCalls, SavedStates, waited_for
 from penstock.orchestrator.observability.reporting.sinks import Sink, log_to, opened_sinks
+from penstock.orchestrator.run import with_models
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.storeless import started_fleet
 from penstock.store.data.rows import Rows
+from penstock.store.spec import given
+from penstock.workers.agents.attempts import ERROR_WINDOW, AttemptColumns
+from penstock.workers.agents.trajectory import FAILED, Trajectory
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
+from penstock.workers.protocols import Sampling
 from penstock.workers.reward.reward_result import RewardError
 from penstock.workers.reward.reward_worker import responses_of
+from penstock.workers.rollout.rollout_worker import sample_seed
 from penstock.workers.runtime.serving import ErrorShare
+
+
+@contextlib.contextmanager
+def started_fleet(asked: ResolvedRun, directory: RunDirectory) -> Iterator[Fleet]:
+    """Start the actors of a run without a store, and end them on leaving. Raises `ResourceError`, `ModelError` and
+    what the first failing actor raised."""
+    with contextlib.closing(Cluster(asked.plan, asked.config)) as cluster:
+        cluster.connect(directory)
+        check_placement(asked.plan, asked.config)
+        run = with_models(resolve_auto(asked, cluster_nodes(), partial(print, file=sys.stderr)), directory)
+        spill_dir = run.config.store.spill_dir
+        agents = NodeAgents(directory.full_name, namespace_of(directory), run.config.cluster, spill_dir)
+        fleet = Fleet(run.plan, run.config, run.flow, run.model_path, agents, with_store=False)
+        try:
+            fleet.create()
+            fleet.start()
+            yield fleet
+        finally:
+            while_it_lives(fleet.close)
+
+
+class Attempts:
+    """Attempts in the environment that `environment.name` names.
+
+    Lifecycle: `play` over a fleet that has started, any number of times; `lost` after each.
+    """
+
+    def __init__(self, fleet: Fleet, config: RunConfig, flow: Dataflow) -> None:
+        self._fleet, self._config = fleet, config
+        (stage,) = flow.of_kind("rollout")
+        self._columns = AttemptColumns([column.name for column in stage.writes], given(flow)[0])
+        self._errors = ErrorShare(config.environment.max_error_share, ERROR_WINDOW, "attempts", "environment")
+        self.lost: Counter[str] = Counter()
+        """Attempts of the last call that have no row, by reason: what the environment rejects, and what fails."""
+
+    def play(self, prompts: Sequence[Prompt], n: int = 1, sampling: Sampling | None = None) -> Rows:
+        """Play `n` attempts at each task with the weights published last, and the seeds that a run's have. `sampling`
+        None: `rollout.sampling`.
+
+        Returns a row for each attempt that counts: `task`, and the columns that a run's attempts have, such as
+        `reward`, `response_ids` and `spans`; `group_ids` are the tasks' indices. Others are counted in `lost`. Raises
+        `RewardFailure` if too many fail (`environment.max_error_share`), `DataError` if no attempt is left, and what
+        engines fail with.
+        """
+        groups = self._played(prompts, [self._samplings(prompt, n, sampling) for prompt in prompts])
+        self.lost = Counter()
+        dropped = self._config.rollout.truncated_to("drop")
+        kept: list[tuple[Prompt, Trajectory]] = []
+        for prompt, group in zip(prompts, groups, strict=True):
+            for played in group:
+                attempt = played.without(dropped)
+                outcome = attempt.outcome
+                self._errors.add(outcome.detail if outcome.kind == FAILED else None)
+                if outcome.is_trained:
+                    kept.append((prompt, attempt))
+                else:
+                    self.lost[outcome.reason] += 1
+        self._errors.check()
+        if not kept:
+            raise DataError(
+                f"no attempt is left of {len(prompts) * n}: {dict(self.lost)}. The environment rejects them or fails; "
+                f"its last error: {self._errors.last_error or 'none'}."
+            )
+        columns = {"task": [prompt.task for prompt, _ in kept], **self._columns.of([attempt for _, attempt in kept])}
+        return Rows.from_lists(columns, group_ids=[prompt.index for prompt, _ in kept])
+
+    def _samplings(self, prompt: Prompt, n: int, sampling: Sampling | None) -> list[Sampling]:
+        options = self._config.rollout.sampling
+        chosen = sampling or Sampling.of(options)
+        if not options.seeded or chosen.temperature == 0:
+            return [chosen] * n
+        first = sample_seed(self._config.seed, prompt.index)
+        return [chosen.seeded(first + index) for index in range(n)]
+
+    def _played(self, prompts: Sequence[Prompt], samplings: Sequence[Sequence[Sampling]]) -> list[Sequence[Trajectory]]:
+        """The attempts of each task's group, which one actor plays."""
+        players, engines = self._fleet.role("environment"), self._fleet.role("rollout")
+        tasks, seen = [prompt.task for prompt in prompts], [prompt.pictures for prompt in prompts]
+        calls = deal(
+            players,
+            lambda handle, share: handle.trajectories.remote(engines, tasks[share], samplings[share], seen[share]),
+        )
+        timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // len(players)))
+        return undeal(get_all(calls, phase="play", timeout_s=timeout_s))
 
 
 class PromptStream:
@@ -86,14 +181,9 @@ class Reward:
         actors = self._fleet.role("reward", self._fleet.first_stage("reward"))
         if not actors:
             raise ConfigError("no stage of the dataflow gives rewards: the environment does, with the rows of `play`.")
-        tasks, responses, num = rows.strings("task"), responses_of(rows), len(actors)
-        calls = [
-            (name, handle.score.remote(tasks[index::num], responses[index::num]))
-            for index, (name, handle) in enumerate(actors)
-        ]
-        scores: list[Any] = [None] * len(rows)
-        for index, part in enumerate(get_all(calls, phase="reward", timeout_s=self._timeout_s)):
-            scores[index::num] = part
+        tasks, responses = rows.strings("task"), responses_of(rows)
+        calls = deal(actors, lambda handle, share: handle.score.remote(tasks[share], responses[share]))
+        scores = undeal(get_all(calls, phase="reward", timeout_s=self._timeout_s))
         self.last_errors = [str(score) for score in scores if isinstance(score, RewardError)]
         for score in scores:
             if score is None:
@@ -104,24 +194,18 @@ class Reward:
         return np.array([score if isinstance(score, float) else np.nan for score in scores], np.float32)
 
 
-class Workers:
+class Workers(ScalableRole):
     """Actors of one role, whose number may change between two calls of the session, not during one."""
-
-    def __init__(self, members: ScalableRole) -> None:
-        self._members = members
-
-    def __len__(self) -> int:
-        return len(self._members)
 
     def add(self, n: int = 1) -> list[str]:
         """Add actors. Returns their names once they serve. Raises `CannotScale`, `ResourceError`; then none was
         added."""
-        return waited_for(self._members.added(n))
+        return waited_for(self.add_members(n))
 
     def remove(self, n: int = 1, drain_s: float | None = None) -> list[str]:
         """Remove the actors that came last. Returns their names. `drain_s`: seconds for each to finish calls that are
         under way in another thread; None: `rollout.drain_s`. Raises `CannotScale`: one has to stay."""
-        return waited_for(self._members.removed(n, drain_s))
+        return waited_for(self.remove_members(n, drain_s))
 
 
 @dataclass
@@ -181,7 +265,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
         )
     check_run(asked)
     directory = RunDirectory.create(asked.config)
-    directory.failed_writes.tell_to(lambda text: print(text, file=sys.stderr))
+    directory.failed_writes.set_printer(lambda text: print(text, file=sys.stderr))
     directory.mirror(config.tracking)
     try:
         with _started(asked, directory) as run:
@@ -219,10 +303,8 @@ def _started(asked: ResolvedRun, directory: RunDirectory) -> Iterator[Session]:
             ),
             Reward(fleet, config),
             Attempts(fleet, config, flow) if flow.has_environment else None,
-            Workers(
-                ScalableRole("rollout", fleet, config, catch_up.get("rollout") if takes_newcomers(config) else None)
-            ),
-            Workers(ScalableRole("reward", fleet, config, catch_up["reward"])),
+            Workers("rollout", fleet, config, catch_up.get("rollout") if takes_newcomers(config) else None),
+            Workers("reward", fleet, config, catch_up["reward"]),
             Model(ranks, config) if ranks else None,
             sinks,
             directory.failed_writes,

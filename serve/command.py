@@ -45,8 +45,8 @@ from penstock.orchestrator.control.process import run
 from penstock.orchestrator.observability.runs.found import SERVING
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
+from penstock.orchestrator.session import started_fleet
 from penstock.orchestrator.signals import ending
-from penstock.orchestrator.storeless import started_fleet
 from penstock.serve.backend import Backend, ModelFacts
 from penstock.serve.cluster_backend import ClusterBackend
 from penstock.serve.endpoints import routes
@@ -174,7 +174,7 @@ def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
         if check.name in (RESOURCES, MEMORY, PACKAGES, "model"):
             check.look()
     directory = _opened(asked.config)
-    directory.failed_writes.tell_to(tell)
+    directory.failed_writes.set_printer(tell)
     try:
         with started_fleet(asked, directory) as fleet:
             run(_serving(fleet, directory, key, tell), raise_if_over)
@@ -269,7 +269,7 @@ async def _telling(server: Server, backend: ClusterBackend, directory: RunDirect
     """Write what the server is doing again and again, for `penstock ui`."""
     while True:
         state = {"time": time.time(), "url": url, **server.status(), "losses_of_engines": backend.num_lost}
-        with directory.failed_writes.tolerating("state", is_renewed=True):
+        with directory.failed_writes.tolerating("state", is_cumulative=True):
             await asyncio.to_thread(write_whole, directory.path / SERVING, json.dumps(state))
         await asyncio.sleep(TOLD_EVERY_S)
 

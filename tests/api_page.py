@@ -11,11 +11,10 @@ from typing import Any
 
 import penstock
 from penstock.orchestrator.configuration.keys import texts_of
-from penstock.orchestrator.loops.attempts import Attempts
 from penstock.orchestrator.loops.policy import Model, Policy
 from penstock.orchestrator.loops.verbs import LoopPolicy
 from penstock.orchestrator.run import RunResult
-from penstock.orchestrator.session import PromptStream, Reward, Session, Workers
+from penstock.orchestrator.session import Attempts, PromptStream, Reward, Session, Workers
 
 HEAD = """# The Python API
 

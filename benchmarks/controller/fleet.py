@@ -23,8 +23,8 @@ from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.store.service.store_actor import STORE
 from penstock.store.service.store_server import Endpoint
-from penstock.workers.node.agent import NodeFacts
-from penstock.workers.weights.publication.room import SharedMemory
+from penstock.workers.node.node_agent import NodeFacts
+from penstock.workers.weights.publication.costs import SharedMemory
 
 LEASE_S = 300.0
 NAMESPACE = "penstock-controller"

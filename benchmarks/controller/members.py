@@ -18,13 +18,22 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed
-from penstock.workers.lifecycle.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
-from penstock.workers.lifecycle.serving import Serving
-from penstock.workers.machine.processes import ProcessId
 from penstock.workers.node.node_actor import NodeActors
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
+from penstock.workers.runtime.processes import ProcessId
+from penstock.workers.runtime.serving import (
+    IDLE,
+    LOADING,
+    PUBLISHING,
+    SERVING,
+    UPDATING,
+    WAITING,
+    Phases,
+    Progress,
+    Serving,
+)
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 

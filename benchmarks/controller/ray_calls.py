@@ -16,7 +16,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import ray
 
 from penstock.orchestrator.cluster.ray_calls import outcomes
-from penstock.workers.lifecycle.progress import SERVING, Progress
+from penstock.workers.runtime.serving import SERVING, Progress
 
 NUM_CALLS, NUM_ACTORS, ROUNDS = 1088, 8, 12
 WARM_ROUNDS = 2

@@ -27,7 +27,11 @@ from penstock.network.names import OutsideName, below
 from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
 from penstock.orchestrator.run_directory.mirror import MirrorRecord, url_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.machine.files import (
+from penstock.workers.prompts.data_identity import DataIdentity
+from penstock.workers.prompts.order import CurriculumState, PromptCursor
+from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.local_files import filling
+from penstock.workers.runtime.url_files import (
     SavedFile,
     download,
     exists,
@@ -42,11 +46,6 @@ from penstock.workers.machine.files import (
     upload_directory,
     write_text,
 )
-from penstock.workers.machine.local_files import filling
-from penstock.workers.prompts.curriculum import CurriculumState
-from penstock.workers.prompts.identity import DataIdentity
-from penstock.workers.prompts.order import PromptCursor
-from penstock.workers.prompts.source import PromptStart
 
 PREFIX = "global_step_"
 ASIDE = "damaged_"

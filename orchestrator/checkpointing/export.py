@@ -20,9 +20,9 @@ from penstock.orchestrator.checkpointing.checkpoints import bring_model, open_ch
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.workers.machine.files import absolute, is_url, list_names, upload_directory
-from penstock.workers.machine.local_files import filling
 from penstock.workers.models.model_files import check_exported, remove_weights
+from penstock.workers.runtime.local_files import filling
+from penstock.workers.runtime.url_files import absolute, is_url, list_names, upload_directory
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.trainer import PolicyTrainer

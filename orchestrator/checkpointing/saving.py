@@ -30,8 +30,8 @@ from penstock.orchestrator.run_directory.json_lines import plain
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data import durable
 from penstock.store.service.snapshot import snapshot_files
-from penstock.workers.machine.files import SavedFile, absolute, is_url
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.url_files import SavedFile, absolute, is_url
 
 RETRY_S = 1.0
 """Seconds between two tries to begin the last checkpoint."""

@@ -1,7 +1,7 @@
 """The agents of a run, a light actor on every node that takes part, and the driver's files on these nodes.
 
 Agents start first and end last: what ranks, engines and the store write into a node's shared memory lies in the
-directory that its agent owns. What an agent does is in `workers/node/agent.py`.
+directory that its agent owns. What an agent does is in `workers/node/node_agent.py`.
 
 `NodeFiles` brings models, checkpoints and a user's code to the nodes that read them. A path stands for its content. A
 node where the same path has the same content (a shared file system) uses it; another gets a copy from the agents, each
@@ -22,17 +22,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import WorkerDied
-from penstock.network.connection import Address
-from penstock.network.handshake import new_token
+from penstock.network.connection import Address, new_token
 from penstock.orchestrator.cluster.owners import Owner, ThisProcess
 from penstock.orchestrator.cluster.placement.nodes import this_node
 from penstock.orchestrator.cluster.ray_calls import answers, get_all
 from penstock.store.data.remote_rows import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
-from penstock.workers.machine.files import is_url
-from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_service import FileSet
 from penstock.workers.node.node_actor import NodeAgent as Agent
+from penstock.workers.node.node_agent import NodeFacts
+from penstock.workers.runtime.url_files import is_url
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import ray
@@ -51,6 +52,7 @@ CAUSE_GRACE_S = 3.0
 overloaded."""
 MAX_OTHERS = 5
 MAX_OTHER_CHARS = 200
+_NO_ITEM = object()
 T = TypeVar("T")
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
@@ -202,6 +204,21 @@ def get_from_all(members: Handles, method: str, *arguments: Any, phase: str, tim
 
 def _calls_of(members: Handles, method: str, arguments: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(name, getattr(handle, method).remote(*arguments)) for name, handle in members]
+
+
+def deal(members: Handles, call: Callable[[Any, slice], Any]) -> list[tuple[str, Any]]:
+    """Calls that deal items out to members in turn. `call`: makes the call of a handle with its slice of the items."""
+    shares = [slice(index, None, len(members)) for index in range(len(members))]
+    return [(name, call(handle, share)) for (name, handle), share in zip(members, shares, strict=True)]
+
+
+def undeal(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """The items in their order, of the members' answers to calls of `deal`.
+
+    >>> undeal([["a", "c"], ["b"]])
+    ['a', 'b', 'c']
+    """
+    return [item for row in zip_longest(*parts, fillvalue=_NO_ITEM) for item in row if item is not _NO_ITEM]
 
 
 async def answers_or_end(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:

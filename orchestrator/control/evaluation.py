@@ -16,7 +16,7 @@ from penstock.conf.errors import PenstockError
 from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import answers_or_end, is_recoverable
+from penstock.orchestrator.cluster.ray_calls import answers_or_end, deal, is_recoverable, undeal
 from penstock.workers.agents.attempts import Played
 from penstock.workers.agents.trajectory import REJECTED
 from penstock.workers.pictures.prompt_pictures import PromptPictures
@@ -144,21 +144,20 @@ class Evaluator:
         """Scores of `num_samples` responses to each problem. Responses of one engine go to one reward actor."""
         rollouts = await fleet.present("rollout")
         rewards = await fleet.present("reward", fleet.first_stage("reward"))
-        shares = [range(index, len(samplings), len(rollouts)) for index in range(len(rollouts))]
         parts = [
             asyncio.create_task(
-                self._score(rollout, rewards[index % len(rewards)], held_out, share, num_samples, samplings)
+                self._score(
+                    rollout, rewards[index % len(rewards)], held_out, range(index, len(samplings), len(rollouts)),
+                    num_samples, samplings,
+                )
             )
-            for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
-        ]
+            for index, rollout in enumerate(rollouts)
+        ]  # fmt: skip
         try:
             await asyncio.gather(*parts)
         finally:
             await cancel_all(parts)
-        scores: list[Scores] = [()] * len(samplings)
-        for share, part in zip(shares, parts, strict=True):
-            scores[share.start :: len(rollouts)] = part.result()
-        return scores
+        return undeal([part.result() for part in parts])
 
     async def _score(
         self,
@@ -216,18 +215,15 @@ class EnvironmentEvaluator(Evaluator):
     ) -> list[Sequence[Played]]:
         """The attempts of each task's group, which one actor plays."""
         players, engines = await fleet.present("environment"), await fleet.present("rollout")
-        calls = []
-        for index, (name, handle) in enumerate(players):
-            share = slice(index, None, len(players))
+
+        def play(handle: Any, share: slice) -> Any:
             more: dict[str, Any] = {"pictures": held_out.pictures[share]} if held_out.pictures else {}
             if held_out.options:
                 more["options"] = held_out.options
-            calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share], **more)))
-        found: list[Sequence[Played]] = [()] * len(samplings)
+            return handle.play.remote(engines, held_out.tasks[share], samplings[share], **more)
+
         timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
-        for index, part in enumerate(await answers_or_end(calls, phase="evaluation", timeout_s=timeout_s)):
-            found[index :: len(players)] = part
-        return found
+        return undeal(await answers_or_end(deal(players, play), phase="evaluation", timeout_s=timeout_s))
 
     async def _rewarded(self, fleet: Fleet, tasks: Sequence[str], attempts: Sequence[Played]) -> list[Score | None]:
         """Weighted sums of what the environment and the reward stages give; None where one of them fails."""
@@ -250,16 +246,9 @@ class EnvironmentEvaluator(Evaluator):
         if not texts:
             return []
         actors = await fleet.present("reward", stage)
-        shares = [slice(index, None, len(actors)) for index in range(len(actors))]
-        calls = [
-            (name, handle.score.remote(tasks[share], texts[share]))
-            for (name, handle), share in zip(actors, shares, strict=True)
-        ]
-        found: list[float | None] = [None] * len(texts)
-        parts = await answers_or_end(calls, phase="evaluation", timeout_s=self._timeout_s)
-        for share, part in zip(shares, parts, strict=True):
-            found[share] = [value if isinstance(value, float) else None for value in part]
-        return found
+        calls = deal(actors, lambda handle, share: handle.score.remote(tasks[share], texts[share]))
+        values = undeal(await answers_or_end(calls, phase="evaluation", timeout_s=self._timeout_s))
+        return [value if isinstance(value, float) else None for value in values]
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
         """Mean reward of the attempts that have one, since an environment's may be more than right or wrong; and the

@@ -19,7 +19,7 @@ from penstock.orchestrator.cluster.fleet.capacity import Capacity
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.control.members import MET_AT_START, Membership, ScalingRequest, change_of, drain, who_leaves
 from penstock.orchestrator.recovery.restart import CatchUp
-from penstock.orchestrator.run_directory.fetching import at_place
+from penstock.orchestrator.run_directory.fetching import open_at
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end
 
@@ -131,7 +131,7 @@ class ScalableRole:
     def __len__(self) -> int:
         return len(self._names)
 
-    async def added(self, count: int) -> list[str]:
+    async def add_members(self, count: int) -> list[str]:
         """Add members. Returns their names. Raises `CannotScale`, `ResourceError`, and what one of them failed with;
         then none was added."""
         self._check(count, is_more=True)
@@ -150,7 +150,7 @@ class ScalableRole:
         self._fleet.add(members)
         return names
 
-    async def removed(self, count: int, drain_s: float | None) -> list[str]:
+    async def remove_members(self, count: int, drain_s: float | None) -> list[str]:
         """Remove the members that came last. Returns their names. Raises `CannotScale`."""
         self._check(-count, is_more=False)
         drain_s = self._config.rollout.drain_s if drain_s is None else drain_s
@@ -183,7 +183,7 @@ def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[l
     `CheckpointError` for a URL that does not."""
     for text in texts:
         ScalingRequest.of(text)
-    with at_place(run) as directory:
+    with open_at(run) as directory:
         answer = _answer(directory, texts, drain_s)
     if answer is None:
         raise CannotScale(f"{directory.path.name}: the run ended before it could be done.")

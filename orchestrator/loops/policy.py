@@ -45,7 +45,7 @@ from penstock.conf.errors import (
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import GRACE_S, Handles, answers, answers_or_end, get_all
+from penstock.orchestrator.cluster.ray_calls import GRACE_S, Handles, answers, answers_or_end, deal, get_all, undeal
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.loops.verbs import (
     LoopPolicy,
@@ -275,16 +275,12 @@ class Policy(Model, LoopPolicy):
         samplings = [
             chosen.seeded(sample_seed(self._config.seed, prompt.index) if seeded else None) for prompt in prompts
         ]
-        members = self._fleet.role("rollout")
-        engines = len(members)
-        calls = []
-        for i, (name, handle) in enumerate(members):
-            ids, seen = [one.prompt_ids for one in prompts[i::engines]], [one.pictures for one in prompts[i::engines]]
-            calls.append((name, handle.generate.remote(ids, n, samplings[i::engines], seen)))
-        answers = get_all(calls, phase="generate", timeout_s=self._config.rollout.generate_timeout_s)
-        groups: list[list[Completion]] = [[]] * len(prompts)
-        for i, answer in enumerate(answers):
-            groups[i::engines] = answer
+        ids, seen = [prompt.prompt_ids for prompt in prompts], [prompt.pictures for prompt in prompts]
+        calls = deal(
+            self._fleet.role("rollout"),
+            lambda handle, share: handle.generate.remote(ids[share], n, samplings[share], seen[share]),
+        )
+        groups = undeal(get_all(calls, phase="generate", timeout_s=self._config.rollout.generate_timeout_s))
         return _rows(prompts, groups, has_pictures=self._config.rollout.max_pictures > 0)
 
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:

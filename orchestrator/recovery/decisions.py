@@ -7,8 +7,8 @@ decisions are plain data.
 
 A member:
 
-    SERVING ─lost─▶ LOST ─starting─▶ STARTING ─started─▶ CATCHING_UP ─caught_up─▶ SERVING
-                     ▲────────────── failed ◀─────────────────┘
+    serving ─lost─▶ lost ─ pause, start, catch up ─▶ caught_up: serving
+                     ▲────── failed ◀──────┘
 
     Restart   the usual answer, after a pause that grows while faults continue
     Return    where a new process does not remove the cause: the budget of restarts is spent; restarts fail; or a step
@@ -29,19 +29,11 @@ a/n. What the loss of other members costs shows as waiting, and is not counted.
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from enum import Enum
 
 from penstock.conf.faults import LONGEST_PAUSE_S, FaultsConfig
 
 FAILED_RESTARTS = 2
 """Failed restarts in a row, for one loss, after which the run returns."""
-
-
-class MemberState(Enum):
-    SERVING = "serving"
-    LOST = "lost"
-    STARTING = "starting"
-    CATCHING_UP = "catching up"
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class MemberFaults:
     """The recovery of one member, over all its incarnations."""
 
     def __init__(self, config: FaultsConfig) -> None:
-        self.state = MemberState.SERVING
+        self.is_lost = False
         self.lost_at = 0.0
         self._config = config
         self._restarts: deque[float] = deque()
@@ -78,22 +70,18 @@ class MemberFaults:
     def lost(self, now: float, step: int | None) -> Restart | Return:
         """Decide after the member died or hangs. `step`: the step lost with a trainer; None for members that hold no
         step."""
-        self._check(MemberState.SERVING)
+        assert not self.is_lost, "the member is lost already"
         self.lost_at, self._failed = now, 0
         return self._decided(now, step, f"lost again at step {step}" if step is not None and step == self._step else "")
 
-    def starting(self) -> None:
-        self._go(MemberState.LOST, MemberState.STARTING)
-
-    def started(self) -> None:
-        self._go(MemberState.STARTING, MemberState.CATCHING_UP)
-
     def caught_up(self) -> None:
-        self._go(MemberState.CATCHING_UP, MemberState.SERVING)
+        """Note that the member serves again."""
+        assert self.is_lost, "the member is not lost"
+        self.is_lost = False
 
     def failed(self, now: float, step: int | None) -> Restart | Return:
         """Decide after the restart under way has not brought the member back."""
-        self._check(MemberState.LOST, MemberState.STARTING, MemberState.CATCHING_UP)
+        assert self.is_lost, "the member is not lost"
         self._failed += 1
         return self._decided(
             now, step, f"not brought back by {self._failed} restarts" if self._failed >= FAILED_RESTARTS else ""
@@ -101,11 +89,11 @@ class MemberFaults:
 
     def returned(self) -> None:
         """Note that the run has returned to a checkpoint, and makes its steps anew. The budget stays as it is."""
-        self.state, self._step = MemberState.SERVING, None
+        self.is_lost, self._step = False, None
 
     def _decided(self, now: float, step: int | None, hopeless: str) -> Restart | Return:
         """Count the loss, and decide. `hopeless`: why another restart would not help; empty: it may help."""
-        config, self.state = self._config, MemberState.LOST
+        config, self.is_lost = self._config, True
         self._in_row = self._in_row + 1 if now - self._last < config.window_s else 1
         self._last = now
         while self._restarts and now - self._restarts[0] >= config.window_s:
@@ -123,13 +111,6 @@ class MemberFaults:
             return 0.0
         doublings = min(self._in_row - 2, 64)
         return min(self._config.pause_s * 2.0**doublings, LONGEST_PAUSE_S)
-
-    def _go(self, before: MemberState, after: MemberState) -> None:
-        self._check(before)
-        self.state = after
-
-    def _check(self, *states: MemberState) -> None:
-        assert self.state in states, f"the member is {self.state.value}, not {' or '.join(s.value for s in states)}"
 
 
 @dataclass
@@ -271,9 +252,9 @@ are long, and engines many."""
 
 
 class RunFaults:
-    """Lifecycle: `lost` and `failed` say what to do. A `Restart` goes on by `starting`, `started` and `caught_up`, or
-    `failed`; a `Return` by `returned`, or `return_failed`, which decides again. Losses that are reported while the run
-    returns come of the return itself, and change nothing. An `End` is the answer to everything after it.
+    """Lifecycle: `lost` and `failed` say what to do. A `Restart` ends with `caught_up` or `failed`; a `Return` with
+    `returned`, or with `return_failed`, which decides again. Losses that are reported while the run returns come of the
+    return itself, and change nothing. An `End` is the answer to everything after it.
 
         book.lost("Rollout-1", "rollout", now=10.0, step=7)    # Restart(after_s=0.0)
     """
@@ -294,13 +275,13 @@ class RunFaults:
         self._counted: float | None = None
         """Time up to which lost seconds have been counted, while a member is lost."""
 
-    def state(self, title: str) -> MemberState:
-        return self._members[title].state if title in self._members else MemberState.SERVING
+    def is_lost(self, title: str) -> bool:
+        return title in self._members and self._members[title].is_lost
 
     def lost(self, title: str, role: str, now: float, step: int) -> Decision | None:
         """Decide about a member that died or hangs while the run was at `step`. None: that is known, or comes of a
         return."""
-        if self._is_suspended or self.state(title) is not MemberState.SERVING:
+        if self._is_suspended or self.is_lost(title):
             return self._end
         self._roles[title] = role
         if role in STOPS_ALL:
@@ -320,14 +301,6 @@ class RunFaults:
         if role:
             self._faults[role] += 1
         return self._return(f"{title} was lost, and nobody can take its place alone", now, step)
-
-    def starting(self, title: str) -> None:
-        if not self._is_suspended:
-            self._members[title].starting()
-
-    def started(self, title: str) -> None:
-        if not self._is_suspended:
-            self._members[title].started()
 
     def caught_up(self, title: str, now: float) -> float:
         """Note that a member does its work again. Returns the seconds since it was lost."""
@@ -414,7 +387,5 @@ class RunFaults:
         """Add up time until now."""
         if self._counted is not None:
             self._lost_s += now - self._counted
-        is_lost = self._is_suspended or any(
-            member.state is not MemberState.SERVING for member in self._members.values()
-        )
+        is_lost = self._is_suspended or any(member.is_lost for member in self._members.values())
         self._counted = now if is_lost else None

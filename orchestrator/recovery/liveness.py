@@ -28,7 +28,8 @@ from penstock.conf.weights import SYNC_PHASES
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer, outcomes
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.lifecycle.progress import (
+from penstock.workers.runtime.processes import ProcessId
+from penstock.workers.runtime.serving import (
     COMPUTING,
     EXPORTING,
     KEEPING,
@@ -41,7 +42,6 @@ from penstock.workers.lifecycle.progress import (
     UPDATING,
     Progress,
 )
-from penstock.workers.machine.processes import ProcessId
 
 AGENT = "agent"
 MOST_BEATS = 2

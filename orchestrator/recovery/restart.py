@@ -133,7 +133,6 @@ class Restarts:
         decision = self._faults.lost(title, role, began, self.step)
         while isinstance(decision, Restart):
             await asyncio.sleep(decision.after_s)
-            self._faults.starting(title)
             try:
                 await start()
                 break
@@ -149,10 +148,6 @@ class Restarts:
         self._directory.event("recovered", **about, seconds=round(seconds, 3))
         self._meters.add(RUN_REPLACED, member_role=role)
         self._note(f"{title} serves again after {seconds:.1f} s")
-
-    def started(self, title: str) -> None:
-        """Note that the process that takes the place of a lost member has started; it has to catch up."""
-        self._faults.started(title)
 
     def begin_steps(self, step: int, num_engines: int) -> None:
         """Note that steps are made from now on, after `step`."""
@@ -371,7 +366,6 @@ class StoreRestart:
             await self._tell()
             await self._fleet.attach_trainers()
             self.incarnation += 1
-        self._restarts.started(STORE)
 
     async def _tell(self) -> None:
         """Tell the store of all steps that were trained and that it does not know."""
@@ -458,7 +452,7 @@ class Supervisor:
         async def start() -> None:
             self._fleet.remove(team)  # those of a start that has failed, too
             async with self._turn_of(role):
-                await self._start(team, catch_up, title)
+                await self._start(team, catch_up)
 
         async def restart() -> None:
             tokens = self._tokens_in_flight(team)
@@ -516,13 +510,12 @@ class Supervisor:
         if not self._closing and name not in self._leaving:
             raise PartnerGone(f"{name} stopped serving before the run was over.")
 
-    async def _start(self, team: Sequence[str], catch_up: CatchUp, title: str) -> None:
+    async def _start(self, team: Sequence[str], catch_up: CatchUp) -> None:
         with contextlib.suppress(StoreError):  # also what a machine holds that cannot say that it is gone
             for name in team:
                 await self._store.retry(partial(self._client.abandon, name))
         before = {name: self._fleet.capacity.place_of(name) for name in team}
         members = await self._fleet.start_members(team)
-        self._restarts.started(title)
         for name, place in before.items():
             if (now := self._fleet.capacity.place_of(name)) != place:
                 self._directory.event("moved", member=name, node=now, before=place)

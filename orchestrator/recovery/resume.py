@@ -26,7 +26,7 @@ from penstock.orchestrator.cluster.ray_calls import first_line, is_recoverable
 from penstock.orchestrator.recovery.decisions import End, RunFaults
 from penstock.orchestrator.recovery.takeover import OrphanedRun
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.orchestrator.run_directory.fetching import bring_here
+from penstock.orchestrator.run_directory.fetching import fetch_run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory, to_yaml
 from penstock.orchestrator.run_directory.run_lock import ENDS, STARTS
 from penstock.orchestrator.run_directory.run_place import RunPlace
@@ -345,7 +345,7 @@ def _exists(config: RunConfig) -> bool:
     """Return whether there is such a run. A run that went on elsewhere comes from its URL into its working copy. Raises
     `ConfigError` for one of `penstock.train` that this process has not the functions and rows of."""
     place = RunPlace.of_run(config)
-    bring_here(place)
+    fetch_run(place)
     file = place.path / "config.yaml"
     if not file.is_file():
         return False

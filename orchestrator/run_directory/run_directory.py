@@ -11,7 +11,7 @@
     trackers/       their ids of the run      wandb/          files of W&B
     pictures/       those that samples name (`pictures.py`)
     run_id          what tells it from others of its name
-    states/         those that a session's loop has saved (`loops/saved_states.py`)
+    states/         those that a session's loop has saved (`loops/policy.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`failed_writes.py`), any other file written whole (`workers/runtime/local_files.py`): a run that is killed leaves
@@ -45,16 +45,22 @@ from penstock.conf.run import RunConfig
 from penstock.conf.secret import hide_in
 from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.failed_writes import AppendedFile, FailedWrites
-from penstock.orchestrator.run_directory.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
+from penstock.orchestrator.run_directory.json_lines import (
+    iter_lines,
+    line_of,
+    open_for_lines,
+    read_lines,
+    truncate_lines,
+)
 from penstock.orchestrator.run_directory.mirror import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE, Mirror, url_of
 from penstock.orchestrator.run_directory.run_lock import RunLock
 from penstock.orchestrator.run_directory.run_place import (
     RunPlace,
-    cannot_make,
     checked_name,
-    has_begun_at,
-    made_free,
+    clear_unused,
+    has_results_at,
     new_place,
+    place_error,
 )
 from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace
 from penstock.workers.runtime.local_files import replacing, write_whole
@@ -119,7 +125,7 @@ class RunDirectory:
         self._mirror: Mirror | None = None
         self._appending = threading.RLock()
         """Lock for appending, since events come from the mirror's thread too."""
-        self.is_anothers = False
+        self.owned_by_other = False
         """True once another process is known to have the directory: nothing is written any more."""
         self._is_new = False
 
@@ -131,14 +137,14 @@ class RunDirectory:
         or the place cannot be written, `RunInUse` when another process has it, `CheckpointError` for a silent URL.
         """
         if config.name is None:
-            place = new_place(config, now(), has_begun_at)
+            place = new_place(config, now(), has_results_at)
         else:
             place = RunPlace.of(config.output_dir, checked_name(config.name))
         directory = cls(place.path, place.url)
         directory.lock(place.path, f"name={config.name}")
         directory._is_new = True
         try:
-            is_at_url = place.url is not None and not made_free(place.url, MADE_AT_START)
+            is_at_url = place.url is not None and not clear_unused(place.url, MADE_AT_START)
             if is_at_url or directory.has_begun:
                 raise ConfigError(
                     f"name={config.name}: {place.url if is_at_url else place.path} already holds a run. Add "
@@ -153,7 +159,7 @@ class RunDirectory:
             directory.write_text("config.yaml", to_yaml(config), synced=True)
         except OSError as error:
             directory.discard()
-            raise cannot_make(place.path, error) from None
+            raise place_error(place.path, error) from None
         return directory
 
     @classmethod
@@ -191,12 +197,12 @@ class RunDirectory:
     @property
     def has_begun(self) -> bool:
         """True if results of the run are there that would be costly to make again, or if that cannot be seen."""
-        if self.is_anothers or self.failed_writes.waiting["metrics"]:
+        if self.owned_by_other or self.failed_writes.waiting["metrics"]:
             return True
         try:
             results = (self.model, self.checkpoints, self.samples, self.states, *self.path.glob("*/config.yaml"))
             is_here = self.read_metrics() or (self.config_file.is_file() and any(path.exists() for path in results))
-            return bool(is_here) or (self.url is not None and has_begun_at(self.url))
+            return bool(is_here) or (self.url is not None and has_results_at(self.url))
         except (OSError, CheckpointError):
             return True
 
@@ -212,9 +218,9 @@ class RunDirectory:
         try:
             lock = RunLock.take(place, what)
         except OSError as error:
-            raise cannot_make(place, error) from None
+            raise place_error(place, error) from None
         self._locks.append(lock)
-        if not lock.keeps_out:
+        if not lock.is_exclusive:
             self.failed_writes.tell(
                 f"{place} is on a file system without locks (flock): nothing keeps a second command out of it. See "
                 f"that there is none, or choose a place that has them for {what.partition('=')[0]}."
@@ -255,7 +261,7 @@ class RunDirectory:
 
     def _rewind(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         """Cut a file of lines, and what waits to be written to it. Returns what stays. Raises `OSError`."""
-        kept = cut_lines(self.path / name, is_kept)
+        kept = truncate_lines(self.path / name, is_kept)
         if (file := self._files.get(name)) is not None:
             kept += map(json.loads, file.rewind(lambda line: is_kept(json.loads(line))))
         return kept
@@ -280,9 +286,9 @@ class RunDirectory:
                 closing.callback(lock.release)
             closing.callback(self._close_files)  # again: the mirror's trouble is an event
             if self._mirror is not None:
-                closing.callback(self._mirror.leave if self.is_anothers else self._mirror.close)
+                closing.callback(self._mirror.leave if self.owned_by_other else self._mirror.close)
             closing.callback(self._close_files)
-            if self._files and not self.is_anothers:
+            if self._files and not self.owned_by_other:
                 self.write_timeline()
 
     def _close_files(self) -> None:
@@ -320,7 +326,7 @@ class RunDirectory:
 
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Write the present state: which actors are there, and which wait for which."""
-        with self.failed_writes.tolerating("state", is_renewed=True):
+        with self.failed_writes.tolerating("state", is_cumulative=True):
             self.write_text(STATE, line_of(state))
 
     def write_samples(self, step: int, table: Any) -> None:
@@ -350,7 +356,7 @@ class RunDirectory:
 
     def write_timeline(self) -> None:
         with self.failed_writes.tolerating("timeline", "It is lost."):
-            steps = itertools.chain(each_line(self.path / SPANS), self.timeline.rest())
+            steps = itertools.chain(iter_lines(self.path / SPANS), self.timeline.rest())
             with replacing(self.path / "timeline.json") as part, part.open("w", encoding="utf-8") as opened:
                 opened.writelines(chrome_trace(steps, f"{self.full_name} ({self.run_id})"))
 
@@ -364,7 +370,7 @@ class RunDirectory:
     def _open_for_lines(self, file: Path) -> int:
         """Open a file of lines. Raises `OSError`; `RunInUse`, the first time, if another process has the directory by
         now."""
-        if self.is_anothers:
+        if self.owned_by_other:
             raise OSError(errno.EBUSY, f"{self.path} is in use by another process")
         self.check_held()
         return open_for_lines(file)
@@ -376,7 +382,7 @@ class RunDirectory:
             try:
                 lock.check_held(f"name={self.path.name}")
             except RunInUse:
-                self.is_anothers = True
+                self.owned_by_other = True
                 raise
 
     # Reading.

@@ -28,9 +28,9 @@ from penstock.orchestrator.cluster.owners import ThisProcess
 from penstock.orchestrator.cluster.placement import reservation as reservation_module
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.nodes import Node
-from penstock.workers.compute.compute_actor import Compute
-from penstock.workers.node.agent import NodeFacts
+from penstock.workers.compute import Compute
 from penstock.workers.node.node_actor import NodeAgent
+from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.prompts.prompts_actor import Prompts as RealPrompts
 from penstock.workers.protocols import Publication
 from penstock.workers.reward.reward_actor import Reward
@@ -38,7 +38,7 @@ from penstock.workers.rollout.rollout_actor import Rollout as RealRollout
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.trainer_actor import Trainer as RealTrainer
 from penstock.workers.weights.chain.plan import Broadcast
-from penstock.workers.weights.publication.room import SharedMemory
+from penstock.workers.weights.publication.costs import SharedMemory
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator import scripted_fleet as scripted
 from tests.orchestrator.scripted_store import ScriptedStoreProcess

@@ -37,13 +37,22 @@ from penstock.store.epoch import Epoch
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.lifecycle.progress import IDLE, KEEPING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
-from penstock.workers.lifecycle.serving import Serving
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
+from penstock.workers.runtime.serving import (
+    IDLE,
+    KEEPING,
+    PUBLISHING,
+    SERVING,
+    UPDATING,
+    WAITING,
+    Phases,
+    Progress,
+    Serving,
+)
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine
@@ -499,7 +508,7 @@ def controller_over(
 ) -> Controller:
     """`sinks`: hear of each step before metrics.jsonl does. `wanted`: before this controller."""
     progress = ProgressDisplay(config, "run", console=Console(file=io.StringIO(), quiet=True))
-    directory.failed_writes.tell_to(progress.note)
+    directory.failed_writes.set_printer(progress.note)
     sinks = [*sinks, JsonLines(directory)]
     more = {"wanted": wanted, "taken": taken, "meters": meters}
     context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from penstock.orchestrator import session
 from penstock.orchestrator.loops.policy import Model, finite_rows
 from penstock.orchestrator.session import Reward
 from penstock.store.data.rows import Rows
-from penstock.workers.reward.result import RewardError
+from penstock.workers.reward.reward_result import RewardError
 
 
 class Asked(Model):

@@ -20,10 +20,10 @@ from penstock.orchestrator.cluster.placement.assignment import bytes_published
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.spec import given
-from penstock.workers.attempts.attempts_actor import Environments, EnvironmentSpec
-from penstock.workers.attempts.attempts_worker import AttemptColumns
-from penstock.workers.compute.compute_actor import Compute
-from penstock.workers.judging import JudgeSpec
+from penstock.workers.agents.attempts import AttemptColumns
+from penstock.workers.agents.attempts_actor import Environments, EnvironmentSpec
+from penstock.workers.compute import Compute
+from penstock.workers.judge_pool import JudgeSpec
 from penstock.workers.node.file_service import FileSet
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.prompts_actor import Prompts

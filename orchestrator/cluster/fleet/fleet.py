@@ -53,8 +53,8 @@ from penstock.orchestrator.cluster.ray_calls import (
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.store_actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
-from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 from penstock.workers.node.file_service import FileSet
+from penstock.workers.node.node_agent import STACKS, STATES, WEIGHTS
 
 DEAD_S = 1.0
 """Seconds for a store that seems lost to answer all the same, before it is killed."""

@@ -16,7 +16,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, shares_gpus
 from penstock.metering.ray_export import Origin
 from penstock.store.service.store_actor import STORE
-from penstock.workers.reward.needs import needs_answer
+from penstock.workers.reward.registry import needs_answer
 
 RUN_PREFIX = "penstock-"
 """Beginning of a run's namespace in Ray: `penstock-NAME-ID-START`."""

@@ -36,8 +36,8 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, check_fits, pairs
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, in_order, titles
-from penstock.workers.node.agent import NodeFacts
-from penstock.workers.weights.publication.room import (
+from penstock.workers.node.node_agent import NodeFacts
+from penstock.workers.weights.publication.costs import (
     how_to_enlarge,
     needed_on_node,
     publication_bytes,

@@ -22,7 +22,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import Assignment
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.machine.cpu import cpu_entry
+from penstock.workers.runtime.processes import cpu_entry
 
 NEARLY = 1.05
 """Factor of time below which fewer threads are taken instead of more: trials differ by as much."""

@@ -12,9 +12,9 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recovery.resume import finished_run, open_run, rewind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.machine.files import SavedFile, saved_file
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.url_files import SavedFile, saved_file
 
 
 def write(checkpoints: Checkpoints, step: int, *, model: str = "/", **values) -> Checkpoint:
@@ -192,7 +192,7 @@ def test_damaged_ones_are_put_aside_and_the_one_before_them_is_taken(tmp_path):
     (place / "global_step_3" / "trainer" / "rank_0.bin").write_bytes(b"w")
     told = []
     again, resumed = open_run(run_words(tmp_path, "name=hurt", "resume=auto"))
-    again.failed_writes.tell_to(told.append)
+    again.failed_writes.set_printer(told.append)
     assert resumed is not None
     assert resumed.step == 1
     assert [line["step"] for line in again.read_metrics()] == [0, 1]

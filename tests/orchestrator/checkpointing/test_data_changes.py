@@ -13,12 +13,11 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recovery.resume import open_run, rewind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.machine.files import saved_file
-from penstock.workers.prompts.curriculum import CurriculumState
-from penstock.workers.prompts.identity import DataIdentity
+from penstock.workers.prompts.data_identity import DataIdentity
 from penstock.workers.prompts.opening import open_rows
-from penstock.workers.prompts.order import PromptCursor
+from penstock.workers.prompts.order import CurriculumState, PromptCursor
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.url_files import saved_file
 
 
 def rows(path: Path, numbers: Sequence[int]) -> str:
@@ -56,7 +55,7 @@ def resumed(*words: str) -> tuple[PromptStart, list[str]]:
     """Where the run goes on, and what it tells."""
     told: list[str] = []
     directory, goes_on = open_run(load_config(words))
-    directory.failed_writes.tell_to(told.append)
+    directory.failed_writes.set_printer(told.append)
     messages = [event["message"] for event in directory.read_events() if event["kind"] == "data_changed"]
     directory.close()
     assert isinstance(goes_on, Checkpoint)

@@ -13,21 +13,21 @@ import torch
 from penstock.conf.faults import CheckpointConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.network.handshake import new_token
+from penstock.network.connection import new_token
 from penstock.network.listener import Listener
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.loops.saved_states import SavedStates
+from penstock.orchestrator.loops.policy import SavedStates
 from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
-from penstock.workers.machine.files import SavedFile, saved_file
-from penstock.workers.machine.local_files import filling
 from penstock.workers.node.file_service import FILES, FileService, FileSet
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.local_files import filling
+from penstock.workers.runtime.url_files import SavedFile, saved_file
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import check_files, load
 from penstock.workers.trainer.ranks import Ranks

@@ -18,8 +18,8 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.control import process
 from penstock.orchestrator.run_context import RunContext
-from penstock.workers.machine.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
+from penstock.workers.runtime.url_files import SavedFile
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 from tests.tmpfs import run_in_tmpfs

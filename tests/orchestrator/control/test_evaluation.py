@@ -11,18 +11,17 @@ from penstock.conf.data import EvaluationConfig, EvaluationSetConfig
 from penstock.conf.errors import ConfigError, DeadlineExceeded, RewardFailure, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.evaluation import TRIES, EnvironmentEvaluator, Evaluator, HeldOut, play_timeout_s
-from penstock.workers.attempts.runner import Played
-from penstock.workers.environments.context import Context
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.attempts import Played
+from penstock.workers.agents.environment import Context, Task
+from penstock.workers.agents.trajectory import Trajectory
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.reward.response import Response
-from penstock.workers.reward.result import Reward, RewardResult
+from penstock.workers.reward.reward_result import Reward, RewardResult
+from penstock.workers.reward.signatures import Response
 from penstock.workers.rollout.rollout_worker import sample_seed
-from penstock.workers.trajectory import Trajectory
 from tests.fakes.actors import FakeHandle
-from tests.workers.attempts.played import ScriptedEngines, make_runner
-from tests.workers.attempts.test_engine_calls import HANGS, Engine, until_idle
+from tests.workers.agents.played import ScriptedEngines, make_runner
+from tests.workers.agents.test_engine_calls import HANGS, Engine, until_idle
 
 NUM_PROBLEMS = 5
 

@@ -131,14 +131,14 @@ def over(
 def test_engines_are_added_and_the_last_ones_removed(tmp_path: Path) -> None:
     async def main() -> None:
         fleet, engines = over(ScriptedFleet, tmp_path)
-        names = await engines.added(2)
+        names = await engines.add_members(2)
         assert [name for name, _ in fleet.role("rollout")] == ["Rollout-0", *names]
-        assert await engines.removed(1, None) == names[1:]
+        assert await engines.remove_members(1, None) == names[1:]
         assert len(engines) == len(fleet.role("rollout")) == 2
         with pytest.raises(CannotScale, match="one has to stay"):
-            await engines.removed(2, 1.0)
+            await engines.remove_members(2, 1.0)
         with pytest.raises(CannotScale, match="no number of members"):
-            await engines.added(0)
+            await engines.add_members(0)
         assert len(engines) == 2
 
     run_virtually(main())
@@ -152,14 +152,14 @@ def test_where_not_all_can_come_none_does(tmp_path: Path) -> None:
     async def main() -> None:
         fleet, engines = over(Full, tmp_path)
         with pytest.raises(ResourceError):
-            await engines.added(2)
+            await engines.add_members(2)
         assert len(engines) == len(fleet.role("rollout")) == 1
         fleet, engines = over(ScriptedFleet, tmp_path, fail)
         with pytest.raises(WeightError):
-            await engines.added(1)
+            await engines.add_members(1)
         assert len(engines) == len(fleet.role("rollout")) == 1
         _, engines = over(ScriptedFleet, tmp_path, None)
         with pytest.raises(CannotScale, match="met at the start"):
-            await engines.added(1)
+            await engines.add_members(1)
 
     run_virtually(main())

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError, NotStarted
-from penstock.orchestrator.loops.thread import LoopThread
-from penstock.orchestrator.loops.verbs import check_name, put_together, shares_of
-from penstock.workers.calls.training_calls import ForwardOutput
+from penstock.orchestrator.loops.verbs import LoopThread, check_name, put_together, shares_of
+from penstock.workers.protocols import ForwardOutput
 
 WAIT_S = 60.0
 

@@ -15,7 +15,8 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.orchestrator.recovery import liveness
 from penstock.orchestrator.recovery.liveness import ALIVE, Liveness, Verdict, VerdictKind, Watch, deadlines_of
-from penstock.workers.lifecycle.progress import (
+from penstock.workers.runtime.processes import ProcessId
+from penstock.workers.runtime.serving import (
     ASLEEP,
     COMPUTING,
     IDLE,
@@ -28,7 +29,6 @@ from penstock.workers.lifecycle.progress import (
     WAITING,
     Progress,
 )
-from penstock.workers.machine.processes import ProcessId
 from tests.fakes.actors import FakeHandle, never
 from tests.orchestrator.one_machine import OneMachine
 from tests.virtual_time import run_virtually

@@ -7,28 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.faults import LONGEST_PAUSE_S, FaultsConfig
-from penstock.orchestrator.recovery.decisions import MemberFaults, MemberState, Restart, Return
+from penstock.orchestrator.recovery.decisions import MemberFaults, Restart, Return
 
 CONFIG = FaultsConfig(max_restarts=3, window_s=600.0, pause_s=1.0)
 
 
-def bring_back(member: MemberFaults) -> None:
-    member.starting()
-    member.started()
-    member.caught_up()
-
-
-def test_a_member_goes_through_its_states_and_serves_again() -> None:
+def test_a_member_is_lost_and_serves_again() -> None:
     member = MemberFaults(CONFIG)
-    assert member.state is MemberState.SERVING
+    assert not member.is_lost
     assert member.lost(now=5.0, step=1) == Restart(after_s=0.0)
-    assert member.state is MemberState.LOST
-    member.starting()
-    assert member.state is MemberState.STARTING
-    member.started()
-    assert member.state is MemberState.CATCHING_UP
+    assert member.is_lost
     member.caught_up()
-    assert member.state is MemberState.SERVING
+    assert not member.is_lost
     assert member.lost_at == 5.0
 
 
@@ -39,7 +29,7 @@ def test_the_first_restart_is_at_once_and_later_ones_after_doubling_pauses() -> 
         decision = member.lost(now=10.0 * step, step=step)
         assert isinstance(decision, Restart)
         pauses.append(decision.after_s)
-        bring_back(member)
+        member.caught_up()
     assert pauses == [0.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 
 
@@ -47,7 +37,7 @@ def test_a_member_that_was_not_lost_for_a_window_begins_anew() -> None:
     member = MemberFaults(CONFIG)
     for step, now in enumerate([0.0, 1.0, 602.0]):
         decision = member.lost(now, step)
-        bring_back(member)
+        member.caught_up()
     assert decision == Restart(0.0)
 
 
@@ -55,7 +45,7 @@ def test_the_loss_after_the_last_restart_of_the_window_is_a_return() -> None:
     member = MemberFaults(CONFIG)
     for step in range(3):
         assert isinstance(member.lost(float(step), step), Restart)
-        bring_back(member)
+        member.caught_up()
     assert member.lost(599.0, 3) == Return("lost after faults.max_restarts=3 restarts in 600 s")
     member.returned()
     assert isinstance(member.lost(600.0, 4), Restart)  # the one at 0 s counts no longer
@@ -68,29 +58,26 @@ def test_without_restarts_the_first_loss_is_a_return() -> None:
 def test_a_step_lost_again_after_a_restart_is_a_return_however_long_after() -> None:
     member = MemberFaults(CONFIG)
     member.lost(0.0, 7)
-    bring_back(member)
+    member.caught_up()
     assert member.lost(3600.0, 7) == Return("lost again at step 7")
 
 
 def test_after_a_return_the_step_is_made_anew_and_may_be_lost_once_more() -> None:
     member = MemberFaults(CONFIG)
     member.lost(0.0, 7)
-    bring_back(member)
+    member.caught_up()
     member.lost(1.0, 7)
     member.returned()
     assert isinstance(member.lost(2.0, 7), Restart)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_restart_that_fails_twice_is_a_return_wherever_it_fails(steps: int) -> None:
+def test_a_restart_that_fails_twice_is_a_return() -> None:
     member = MemberFaults(CONFIG)
     member.lost(0.0, 1)
     decisions = []
     for now in (1.0, 2.0):
-        for go_on in (member.starting, member.started)[:steps]:
-            go_on()
         decisions.append(member.failed(now, 1))
-        assert member.state is MemberState.LOST
+        assert member.is_lost
     assert decisions == [Restart(1.0), Return("not brought back by 2 restarts")]
 
 
@@ -99,17 +86,17 @@ def test_a_member_that_is_back_has_two_tries_again() -> None:
     for step in range(3):
         assert isinstance(member.lost(float(step), step), Restart)
         assert isinstance(member.failed(float(step), step), Restart)
-        bring_back(member)
+        member.caught_up()
 
 
 def test_events_out_of_order_are_bugs_and_say_so() -> None:
     member = MemberFaults(CONFIG)
-    with pytest.raises(AssertionError, match="the member is serving, not catching up"):
+    with pytest.raises(AssertionError, match="the member is not lost"):
         member.caught_up()
-    with pytest.raises(AssertionError, match="the member is serving, not lost or starting or catching up"):
+    with pytest.raises(AssertionError, match="the member is not lost"):
         member.failed(0.0, 1)
     member.lost(0.0, 1)
-    with pytest.raises(AssertionError, match="the member is lost, not serving"):
+    with pytest.raises(AssertionError, match="the member is lost already"):
         member.lost(0.0, 1)
 
 
@@ -128,11 +115,11 @@ def played(config: FaultsConfig, history: list[tuple[float, int, bool]]) -> list
     member, now, step, events = MemberFaults(config), 0.0, 0, []
     for seconds, steps, serves in history:
         now, step = now + seconds, step + steps
-        if member.state is MemberState.LOST and not serves:
+        if member.is_lost and not serves:
             events.append((now, step, member.failed(now, step), True))
         else:
-            if member.state is MemberState.LOST:
-                bring_back(member)
+            if member.is_lost:
+                member.caught_up()
             events.append((now, step, member.lost(now, step), False))
         if isinstance(events[-1][2], Return):
             member.returned()

@@ -10,7 +10,7 @@ import pytest
 from penstock.conf.errors import MemoryCheckpointError
 from penstock.orchestrator.recovery import takeover
 from penstock.orchestrator.recovery.takeover import APART_S, settle_ranks
-from penstock.workers.lifecycle.progress import IDLE, PUBLISHING, UPDATING, Progress
+from penstock.workers.runtime.serving import IDLE, PUBLISHING, UPDATING, Progress
 from tests.fakes.actors import FakeHandle
 from tests.virtual_time import run_virtually
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.conf.faults import FaultsConfig
-from penstock.orchestrator.recovery.decisions import End, MemberState, Restart, Return, RunFaults
+from penstock.orchestrator.recovery.decisions import End, Restart, Return, RunFaults
 from tests.amounts import amount
 
 ROLES = {"Rollout-0": "rollout", "Rollout-1": "rollout", "Reward-0": "reward", "Trainer-policy": "trainer"}
@@ -16,8 +16,6 @@ def book_of(**options: float) -> RunFaults:
 
 
 def bring_back(book: RunFaults, title: str, now: float) -> float:
-    book.starting(title)
-    book.started(title)
     return book.caught_up(title, now)
 
 
@@ -45,7 +43,7 @@ def test_who_leaves_while_it_is_lost_is_lost_no_longer() -> None:
     bring_back(book, "Rollout-0", 13.0)
     assert book.metrics(100.0) == {"faults/rollout": 2.0, "faults/lost_s": 3.0}
     book.gone("Reward-0", 101.0)  # one that was never lost
-    assert book.state("Rollout-1") is MemberState.SERVING
+    assert not book.is_lost("Rollout-1")
 
 
 def test_the_time_that_a_trainer_an_engine_and_a_return_cost_is_told() -> None:
@@ -91,7 +89,7 @@ def test_numbers_and_budgets_survive_a_return_and_all_serve_after_it() -> None:
     bring_back(book, "Rollout-0", 2.0)
     assert isinstance(lose(book, "Rollout-0", 3.0, 6), Return)
     assert book.returned(43.0) == 40.0
-    assert {book.state(title) for title in ROLES} == {MemberState.SERVING}
+    assert not any(book.is_lost(title) for title in ROLES)
     assert book.metrics(99.0) == {"faults/reward": 1.0, "faults/rollout": 2.0, "faults/lost_s": 43.0}
     assert isinstance(lose(book, "Rollout-0", 99.0, 4), Return)  # its one restart was at 0 s
 
@@ -100,12 +98,10 @@ def test_what_members_say_while_the_run_returns_changes_nothing() -> None:
     book = book_of(max_restarts=1)
     lose(book, "Reward-0", 0.0, 1)
     lose(book, "Rollout-0", 0.0, 1)
-    book.starting("Reward-0")
     assert isinstance(book.failed("Rollout-0", 1.0, 1), Return)
     before = book.metrics(2.0)
     assert lose(book, "Trainer-policy", 2.0, 1) is None
     assert book.failed("Reward-0", 2.0, 1) is None
-    book.started("Reward-0")
     assert book.caught_up("Reward-0", 2.0) == 2.0
     assert book.metrics(2.0) == before
 
@@ -189,7 +185,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(title=TITLES)
     def lost(self, title: str) -> None:
-        known = self.book.state(title) is not MemberState.SERVING
+        known = self.book.is_lost(title)
         decision = lose(self.book, title, self.now, self.step)
         if not (known or self.returning or self.end):
             assert decision is not None
@@ -198,19 +194,14 @@ class Histories(RuleBasedStateMachine):
 
     @rule(title=TITLES)
     def failed(self, title: str) -> None:
-        if self.book.state(title) is not MemberState.SERVING:
+        if self.book.is_lost(title):
             self.num_faults += not (self.returning or self.end)
             self.heard(title, self.book.failed(title, self.now, self.step))
 
     @rule(title=TITLES)
     def goes_on(self, title: str) -> None:
-        match self.book.state(title):
-            case MemberState.LOST:
-                self.book.starting(title)
-            case MemberState.STARTING:
-                self.book.started(title)
-            case MemberState.CATCHING_UP:
-                assert self.book.caught_up(title, self.now) >= 0
+        if self.book.is_lost(title):
+            assert self.book.caught_up(title, self.now) >= 0
 
     @precondition(lambda self: self.returning and self.end is None)
     @rule(steps=st.integers(0, 3))

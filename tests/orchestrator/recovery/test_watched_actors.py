@@ -14,13 +14,13 @@ from penstock.conf.faults import FaultsConfig
 from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
-from penstock.network.handshake import new_token
+from penstock.network.connection import new_token
 from penstock.orchestrator.cluster.fleet.fleet import RollCall
 from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.recovery.liveness import ALIVE, Liveness, VerdictKind
-from penstock.workers.lifecycle.progress import SERVING, STARTING, WAITING
-from penstock.workers.node.agent import STACKS
+from penstock.workers.node.node_agent import STACKS
+from penstock.workers.runtime.serving import SERVING, STARTING, WAITING
 from tests.store.driver import make_spec
 
 ray = pytest.importorskip("ray")
@@ -131,7 +131,7 @@ def test_an_agent_tells_what_its_neighbours_say_except_for_a_stopped_one(make: M
 
 def test_every_light_actor_says_who_it_is_and_what_it_is_at(make: Make, agent: tuple[Any, str]) -> None:
     from penstock.algorithms.graph.dataflow import Dataflow
-    from penstock.workers.compute.compute_actor import Compute
+    from penstock.workers.compute import Compute
     from penstock.workers.prompts.prompts_actor import Prompts
     from penstock.workers.reward.reward_actor import Reward, RewardPlan
 

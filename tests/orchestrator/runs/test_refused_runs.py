@@ -12,7 +12,6 @@ from penstock.conf.errors import PenstockError, ResourceError, RunInUse, WorkerD
 from penstock.conf.run import RunConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator import session as handles
-from penstock.orchestrator import storeless
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import RunLock
@@ -60,7 +59,7 @@ def test_a_run_that_is_refused_leaves_its_name_free(
 ) -> None:
     cluster = connecting(ResourceError("the cluster has 0 GPUs"))
     monkeypatch.setattr(running, "Cluster", cluster)
-    monkeypatch.setattr(storeless, "Cluster", cluster)
+    monkeypatch.setattr(handles, "Cluster", cluster)
     with pytest.raises(ResourceError):
         STARTS[started](load_config(words))
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +75,7 @@ def test_a_run_that_is_stopped_while_it_starts_keeps_its_logs(
 
     cluster = connecting(KeyboardInterrupt(), start_actors)
     monkeypatch.setattr(running, "Cluster", cluster)
-    monkeypatch.setattr(storeless, "Cluster", cluster)
+    monkeypatch.setattr(handles, "Cluster", cluster)
     with pytest.raises(KeyboardInterrupt):
         STARTS[started](load_config(words))
     assert (tmp_path / "refused" / "logs" / "Rollout-0.log").read_text() == "loading"
@@ -112,7 +111,7 @@ def test_a_run_that_is_refused_leaves_its_name_free_at_a_url_too(
 
     cluster = connecting(ResourceError("the cluster has 0 GPUs"), wait_for_upload)
     monkeypatch.setattr(running, "Cluster", cluster)
-    monkeypatch.setattr(storeless, "Cluster", cluster)
+    monkeypatch.setattr(handles, "Cluster", cluster)
     start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
     with pytest.raises(ResourceError):
         start(load_config([*words, f"output_dir=file://{bucket}", "tracking.upload_every_s=0.01"]))

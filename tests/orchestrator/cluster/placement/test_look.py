@@ -60,7 +60,7 @@ def test_validate_says_what_a_run_would_wait_for(monkeypatch: pytest.MonkeyPatch
     assert view.found().startswith("the run waits for nodes for up to 60 s (cluster.wait_s): The run reserves")
     plan, config = planned()
     with pytest.raises(ResourceError, match="and the cluster has 1"):
-        PlacementView.of(plan, config).found()
+        PlacementView.of(plan, config).summary()
 
 
 @pytest.mark.real

@@ -7,8 +7,8 @@ from penstock.network.connection import Address
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import bytes_published, check_room
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.node.agent import NodeFacts
-from penstock.workers.weights.publication.room import SharedMemory
+from penstock.workers.node.node_agent import NodeFacts
+from penstock.workers.weights.publication.costs import SharedMemory
 
 PLAN = [ActorPlan("Trainer-0", "trainer"), ActorPlan("Trainer-1", "trainer", rank=1), ActorPlan("Rollout-0", "rollout")]
 APART = {"Trainer-0": "a", "Trainer-1": "b", "Rollout-0": "c"}
