@@ -29,7 +29,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import Handles, Kind, answers, answers_or_end, first_line, kind_of, leaves
 from penstock.orchestrator.loops.verbs import put_together, shares_of
 from penstock.orchestrator.recovery.decisions import FAILED_RESTARTS, RunFaults
-from penstock.orchestrator.recovery.restart import CatchUp, Restarts, nothing_to_catch_up, title_of
+from penstock.orchestrator.recovery.restart import Restarts, title_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.serve.backend import BackendFailed, DeadlyRequest, ModelFacts, RequestFailed, TrainerLost
 from penstock.workers.protocols import (
@@ -48,43 +48,18 @@ class BudgetSpent(BackendFailed):
     """A loss after as many restarts as there may be."""
 
 
-async def replace(
-    fleet: Fleet, restarts: Restarts, role: str, team: Sequence[str], failure: Exception,
-    catch_up: CatchUp = nothing_to_catch_up,
-) -> None:  # fmt: skip
-    """Start other members in place of lost ones. Raises `BackendFailed`, which is `BudgetSpent` if that is not to be
-    tried any more."""
-    title = title_of(team)
-    failed_starts: list[PenstockError] = []
-
-    async def start() -> None:
-        fleet.remove(team)  # those of a start that has failed, too
-        try:
-            members = await fleet.start_members(team)
-            await catch_up(members)
-        except PenstockError as error:
-            failed_starts.append(error)
-            raise
-        fleet.add(members)
-
-    fleet.remove(team)
-    restarts.step += 1  # a request is given up by its tenant's losses, and not as a step that is lost twice
-    try:
-        await restarts.start_replacement(role, title, failure, start)
-    except PenstockError as error:
-        if error is not failure or len(failed_starts) >= FAILED_RESTARTS:
-            raise BackendFailed(f"{title} cannot be started again: {first_line(failed_starts[-1])}") from error
-        raise BudgetSpent(f"{title} was lost again after faults.max_restarts restarts: {first_line(error)}") from error
-
-
-class ServedEngines:
+class ClusterBackend:
     """Lifecycle: over a fleet that has started; `run` beside all calls."""
 
-    def __init__(self, fleet: Fleet, config: RunConfig, restarts: Callable[[], Restarts]) -> None:
-        """`restarts`: makes those of one more budget."""
-        self._fleet, self._config, self._restarts = fleet, config, restarts()
-        self._charged = defaultdict[str, Restarts](restarts)
-        """Restarts that a tenant or an adapter alone is charged for, by its name."""
+    def __init__(
+        self, fleet: Fleet, config: RunConfig, facts: ModelFacts, directory: RunDirectory, tell: Callable[[str], None]
+    ) -> None:
+        """`tell`: called with what happens to ranks and engines, for people."""
+        self._fleet, self._config, self.facts, self.window_s = fleet, config, facts, config.faults.window_s
+        self._charged = defaultdict[str, Restarts](lambda: Restarts(directory, tell, RunFaults(config.faults)))
+        """Restarts that a tenant or an adapter alone is charged for, by its name; empty: nobody alone."""
+        self._turn = asyncio.Lock()
+        """Lock of the ranks: they make one call after the other."""
         self._published: dict[str, Any] = {}
         """References to published adapters in Ray's object store, which spills to disk, by name."""
         self._given_up: set[str] = set()
@@ -103,6 +78,58 @@ class ServedEngines:
         self._choosing, self._suspect_alone = asyncio.Lock(), asyncio.Lock()
         self.num_lost = 0
         """How many engines were lost."""
+
+    async def create_adapter(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
+        if not min(1, self.facts.max_rank) <= spec.rank <= self.facts.max_rank:
+            raise DataError(
+                f"rank={spec.rank}: adapters have a rank of 1 to {self.facts.max_rank} here. Ask for a smaller one, or "
+                "have the server started with a larger serve.max_rank."
+            )
+        await self._all("create_adapter", self._same(name, spec, state))
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._all("drop_adapter", self._same(name))
+
+    async def forward(self, name: str, data: Sequence[Datum], loss: LossCall, *, backward: bool) -> ForwardOutput:
+        """Score the data: each rank its share, balanced by cost. Which share a datum is in depends on this call
+        alone."""
+        trainer = self._config.trainer
+        shares = shares_of([len(datum.token_ids) for datum in data], trainer.num_ranks, trainer.ranks_per_row)
+        arguments = [(name, [data[position] for position in share], loss, backward) for share in shares]
+        return put_together(shares, await self._all("forward_adapter", arguments))
+
+    async def optim_step(self, name: str, params: AdamParams) -> dict[str, float]:
+        return dict((await self._all("step_adapter", self._same(name, params)))[0])
+
+    async def adapter_state(self, name: str) -> AdapterState:
+        state: AdapterState = (await self._all("adapter_state", self._same(name)))[0]
+        return state
+
+    async def bring_back(self, tenant: str, failure: TrainerLost) -> None:
+        faults, (team,) = self._config.faults, self._fleet.teams("trainer")
+        if await self._restart("trainer", team, failure, tenant):
+            raise DeadlyRequest(f"ranks were lost again after {faults.max_restarts} restarts in {self.window_s:g} s, "
+                                "each time while a request of this key was at work (faults.max_restarts)")  # fmt: skip
+
+    def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:
+        return [arguments] * self._config.trainer.num_ranks
+
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call every rank with its own arguments. Raises `DataError` and `ConfigError` of theirs, `RequestFailed` for
+        what would fail again, and `TrainerLost`."""
+        async with self._turn:
+            members = self._fleet.role("trainer")
+            calls = [
+                (name, getattr(handle, method).remote(*own))
+                for (name, handle), own in zip(members, arguments, strict=True)
+            ]
+            try:
+                return await answers(calls, phase=method, timeout_s=self._config.trainer.step_timeout_s)
+            except PenstockError as failure:
+                if isinstance(failure, DataError | ConfigError):  # of all ranks alike, which have changed nothing
+                    raise
+                lost = RequestFailed if kind_of(failure) is Kind.ERROR else TrainerLost
+                raise lost(str(failure)) from failure
 
     async def run(self) -> None:
         """Replace engines that are lost, side by side. Raises `BackendFailed`."""
@@ -165,7 +192,7 @@ class ServedEngines:
                 faults = self._config.faults
                 if self._refused_until.get(tenant, 0.0) > self._now():
                     raise DeadlyRequest(f"an engine was lost again after {faults.max_restarts} restarts in "
-                                        f"{faults.window_s:g} s, each time while requests of this key alone were at "
+                                        f"{self.window_s:g} s, each time while requests of this key alone were at "
                                         "work (faults.max_restarts)")  # fmt: skip
                 members = [member for member in self._fleet.role("rollout") if self._may_use(tenant, member[0])]
                 if members:
@@ -205,114 +232,72 @@ class ServedEngines:
             self._fleet.remove([name])
             tenants = list(self._at_work[name])
             if len(tenants) > 1 and not adapter:
-                self._apart_until |= dict.fromkeys(tenants, self._now() + self._config.faults.window_s)
+                self._apart_until |= dict.fromkeys(tenants, self._now() + self.window_s)
             self._losses.put_nowait((name, failure, adapter or (tenants[0] if len(tenants) == 1 else "")))
 
     async def _replace(self, name: str, failure: PenstockError, whose: str) -> None:
         """Start an engine, bring it all that is published, and give it to callers."""
         try:
-            if await self._restart("rollout", [name], failure, whose, self._catch_up):
-                self._refused_until[whose] = self._now() + self._config.faults.window_s
+            if await self._restart("rollout", [name], failure, whose):
+                self._refused_until[whose] = self._now() + self.window_s
         except BackendFailed as error:
             self._failure = error
             raise
         finally:
             self._changed.set()
 
-    async def _restart(
-        self, role: str, team: Sequence[str], failure: PenstockError, whose: str,
-        catch_up: CatchUp = nothing_to_catch_up,
-    ) -> bool:  # fmt: skip
-        """Start other members in place of lost ones, at the charge of `whose` name that is; empty: of nobody alone.
-        Returns whether its budget was spent, and the common one was charged. Raises `BackendFailed`."""
+    async def _restart(self, role: str, team: Sequence[str], failure: PenstockError, whose: str) -> bool:
+        """Start other members in place of lost ones. `whose`: who is charged for it. Returns whether this budget was
+        spent, and the common one is charged. Raises `BackendFailed`."""
         if whose:
             try:
-                await replace(self._fleet, self._charged[whose], role, team, failure, catch_up)
+                await self._start(self._charged[whose], role, team, failure)
             except BudgetSpent:
                 del self._charged[whose]
             else:
                 return False
-        await replace(self._fleet, self._restarts, role, team, failure, catch_up)
+        await self._start(self._charged[""], role, team, failure)
         return bool(whose)
+
+    async def _start(self, restarts: Restarts, role: str, team: Sequence[str], failure: PenstockError) -> None:
+        """Start other members in place of lost ones. Raises `BackendFailed`, and `BudgetSpent` beyond the budget."""
+        title = title_of(team)
+        failed_starts: list[PenstockError] = []
+
+        async def start() -> None:
+            self._fleet.remove(team)  # those of a start that has failed, too
+            try:
+                members = await self._fleet.start_members(team)
+                if role == "rollout":
+                    await self._catch_up(members)
+            except PenstockError as error:
+                failed_starts.append(error)
+                raise
+            self._fleet.add(members)
+
+        self._fleet.remove(team)
+        restarts.step += 1  # a request is given up by its tenant's losses, and not as a step that is lost twice
+        try:
+            await restarts.start_replacement(role, title, failure, start)
+        except PenstockError as error:
+            if error is not failure or len(failed_starts) >= FAILED_RESTARTS:
+                raise BackendFailed(f"{title} cannot be started again: {first_line(failed_starts[-1])}") from error
+            raise BudgetSpent(f"{title} was lost again after faults.max_restarts restarts: {first_line(error)}")
 
     async def _catch_up(self, engines: Handles) -> None:
         """Bring engines all that is published, also meanwhile. What one of them is lost with is given up: nothing else
         is at work on it."""
         known: set[str] = set()
-        while (due := self._published.keys() - self._given_up) != known:
-            references = dict(self._published)
-            for sampler in due ^ known:
+        while (
+            due := {one: data for one, data in self._published.items() if one not in self._given_up}
+        ).keys() != known:
+            for sampler in due.keys() ^ known:
                 if sampler in due:
                     try:
-                        await self._call(engines, "add_adapter", sampler, references[sampler])
+                        await self._call(engines, "add_adapter", sampler, due[sampler])
                     except PenstockError:
                         self._given_up.add(sampler)
                         raise
                 else:
                     await self._call(engines, "drop_adapter", sampler)
-            known = due
-
-
-class ClusterBackend(ServedEngines):
-    """Ranks beside the engines. Lifecycle: theirs."""
-
-    def __init__(
-        self, fleet: Fleet, config: RunConfig, facts: ModelFacts, directory: RunDirectory, tell: Callable[[str], None]
-    ) -> None:
-        """`tell`: called with what happens to ranks and engines, for people."""
-        self.facts, self.window_s = facts, config.faults.window_s
-        super().__init__(fleet, config, lambda: Restarts(directory, tell, RunFaults(config.faults)))
-        self._turn = asyncio.Lock()
-        """Lock of the ranks: they make one call after the other."""
-
-    async def create_adapter(self, name: str, spec: AdapterSpec, state: AdapterState | None = None) -> None:
-        if not min(1, self.facts.max_rank) <= spec.rank <= self.facts.max_rank:
-            raise DataError(
-                f"rank={spec.rank}: adapters have a rank of 1 to {self.facts.max_rank} here. Ask for a smaller one, or "
-                "have the server started with a larger serve.max_rank."
-            )
-        await self._all("create_adapter", self._same(name, spec, state))
-
-    async def drop_adapter(self, name: str) -> None:
-        await self._all("drop_adapter", self._same(name))
-
-    async def forward(self, name: str, data: Sequence[Datum], loss: LossCall, *, backward: bool) -> ForwardOutput:
-        """Score the data: each rank its share, balanced by cost. Which share a datum is in depends on this call
-        alone."""
-        trainer = self._config.trainer
-        shares = shares_of([len(datum.token_ids) for datum in data], trainer.num_ranks, trainer.ranks_per_row)
-        arguments = [(name, [data[position] for position in share], loss, backward) for share in shares]
-        return put_together(shares, await self._all("forward_adapter", arguments))
-
-    async def optim_step(self, name: str, params: AdamParams) -> dict[str, float]:
-        return dict((await self._all("step_adapter", self._same(name, params)))[0])
-
-    async def adapter_state(self, name: str) -> AdapterState:
-        state: AdapterState = (await self._all("adapter_state", self._same(name)))[0]
-        return state
-
-    async def bring_back(self, tenant: str, failure: TrainerLost) -> None:
-        faults, (team,) = self._config.faults, self._fleet.teams("trainer")
-        if await self._restart("trainer", team, failure, tenant):
-            raise DeadlyRequest(f"ranks were lost again after {faults.max_restarts} restarts in {faults.window_s:g} s, "
-                                "each time while a request of this key was at work (faults.max_restarts)")  # fmt: skip
-
-    def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:
-        return [arguments] * self._config.trainer.num_ranks
-
-    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call every rank with its own arguments. Raises `DataError` and `ConfigError` of theirs, `RequestFailed` for
-        what would fail again, and `TrainerLost`."""
-        async with self._turn:
-            members = self._fleet.role("trainer")
-            calls = [
-                (name, getattr(handle, method).remote(*own))
-                for (name, handle), own in zip(members, arguments, strict=True)
-            ]
-            try:
-                return await answers(calls, phase=method, timeout_s=self._config.trainer.step_timeout_s)
-            except PenstockError as failure:
-                if isinstance(failure, DataError | ConfigError):  # of all ranks alike, which have changed nothing
-                    raise
-                lost = RequestFailed if kind_of(failure) is Kind.ERROR else TrainerLost
-                raise lost(str(failure)) from failure
+            known = set(due)

@@ -36,12 +36,12 @@ from penstock.network.host import LOOPBACK, names_loopback
 from penstock.serve import sdk_messages as sdk
 from penstock.serve.checkpoints import SCHEME, Address, Checkpoint, NoCheckpoint, iso, read_spec
 from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.request_log import Asked, Entry, Gone, RequestLog, WrongNumber
+from penstock.serve.request_log import Entry, Gone, RequestLog, WrongNumber
 from penstock.serve.samples import number_of, sampler_id
 from penstock.serve.service import Refused, Service, client_id, metrics, status
-from penstock.serve.sessions import Busy, NotFound, Sampler
+from penstock.serve.sessions import Busy, ClientFacts, NotFound, Sampler
 from penstock.serve.tenants import OPERATOR
-from penstock.serve.training_client import ClientFacts, TrainingClient, decoded
+from penstock.serve.training import TrainingClient, decoded
 from penstock.workers.agents.gateway.client_errors import BadRequest
 from penstock.workers.protocols import AdapterSpec
 
@@ -359,8 +359,7 @@ def request(kind: str) -> Endpoint:
         content_type = exchange.header("content-type")
         found, identity, tokens = await asyncio.to_thread(sdk.numbered, exchange.body, content_type)
         client = exchange.service.client(exchange.tenant, found.need("model_id"))
-        asked = Asked(found.need("seq_id"), kind, exchange.body, content_type, identity, tokens)
-        return await _take(exchange, client, asked)
+        return await _take(exchange, client, Entry(found.need("seq_id"), kind, content_type, tokens), identity)
 
     return taken
 
@@ -392,8 +391,8 @@ async def _create(exchange: Exchange, kind: str) -> Reply:
     name = base_model(exchange, given.base_model, needed=kind == "create_model")
     model_id = client_id(session.id, given.need("model_seq_id"))
     facts = ClientFacts(model_id, session.id, exchange.tenant, name, time.time(), given.metadata)
-    asked = Asked(0, kind, exchange.body, exchange.header("content-type"))
-    call = decoded(asked, exchange.body, facts, service.backend.facts.max_rank)  # refused at once: it is the first
+    entry = Entry(0, kind, exchange.header("content-type"))
+    call = decoded(entry, exchange.body, facts, service.backend.facts.max_rank)  # refused at once: it is the first
     if isinstance(call, sdk.LoadCall):
         address = exchange.address(call.path)
         spec = await asyncio.to_thread(lambda: read_spec(service.checkpoints.file(address)))
@@ -401,7 +400,7 @@ async def _create(exchange: Exchange, kind: str) -> Reply:
         assert isinstance(call, AdapterSpec)
         spec = call
     client = await service.create_client(replace(facts, rank=spec.rank or None))
-    return await _take(exchange, client, asked)
+    return await _take(exchange, client, entry)
 
 
 def base_model(exchange: Exchange, given: str | None, *, needed: bool) -> str:
@@ -414,10 +413,9 @@ def base_model(exchange: Exchange, given: str | None, *, needed: bool) -> str:
     return given or known or exchange.service.backend.facts.name
 
 
-async def _take(exchange: Exchange, client: TrainingClient, asked: Asked) -> Reply:
-    await exchange.service.accept(client, asked)
-    model_id = client.facts.model_id
-    return {"request_id": f"{model_id}:{asked.seq}", "model_id": model_id}
+async def _take(exchange: Exchange, client: TrainingClient, entry: Entry, identity: bytes = b"") -> Reply:
+    await exchange.service.accept(client, entry, exchange.body, identity)
+    return {"request_id": f"{client.facts.model_id}:{entry.seq}", "model_id": client.facts.model_id}
 
 
 async def create_sampling_session(exchange: Exchange) -> Reply:
@@ -457,7 +455,7 @@ async def sample(exchange: Exchange) -> Reply:
         tokens, num_samples = request.num_tokens, request.call.num_samples
     except BadRequest:
         tokens, num_samples = 1, 1  # it fails in its turn
-    await service.take_sample(sampler, Asked(seq, "sample", exchange.body, tokens=tokens))
+    await service.take_sample(sampler, Entry(seq, "sample", tokens=tokens), exchange.body)
     request_id = f"{sampler.id}:{seq}"
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(num_samples)]}
 

@@ -27,6 +27,8 @@ from penstock.workers.agents.gateway.client_errors import BadRequest
 from penstock.workers.runtime.local_files import replacing
 
 _LOG = logging.getLogger("penstock")
+CHANGING = ("create_model", "load_model", "forward_backward", "optim_step", "load_weights")
+"""Kinds of requests after which an adapter is another one."""
 
 
 class WrongNumber(PenstockError):
@@ -37,20 +39,6 @@ class Gone(PenstockError):
     """A result or a session that is kept no longer."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request as it has come."""
-
-    seq: int
-    kind: str
-    """What it asks for, as its endpoint is called."""
-    body: bytes
-    content_type: str = ""
-    identity: bytes = b""
-    """What is the same in each retry; empty: the body."""
-    tokens: int = 1
-
-
 @dataclass
 class Entry:
     """A request by its number."""
@@ -58,10 +46,10 @@ class Entry:
     seq: int
     kind: str
     """What it asks for, as its endpoint is called."""
-    digest: str
     content_type: str = ""
     tokens: int = 1
     """What it costs."""
+    digest: str = ""
     body: Record | None = None
     """Its body in the journal of requests, while it is needed."""
     answered: Record | None = None
@@ -72,6 +60,11 @@ class Entry:
     """When it was accepted, or read after a start."""
     is_durable: asyncio.Event = field(default_factory=asyncio.Event)
     is_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def changes(self) -> bool:
+        """Whether an adapter is another one after it."""
+        return self.kind in CHANGING and not self.is_failure
 
     @property
     def header(self) -> dict[str, Any]:
@@ -109,14 +102,13 @@ class RequestLog:
         """Requests without a result, by their numbers."""
         return [self.entries[seq] for seq in sorted(self.waiting)]
 
-    async def accept(self, asked: Asked) -> Entry:
-        """Take a request, or recognise one that was taken before. Returns once it is on the disk. Raises
-        `WrongNumber`, `JournalError`."""
-        seq = asked.seq
-        digest = hashlib.sha256(asked.kind.encode() + b"/" + (asked.identity or asked.body)).hexdigest()[:32]
-        known = self.entries.get(seq)
+    async def accept(self, entry: Entry, body: bytes, identity: bytes = b"") -> Entry:
+        """Take a request, or recognise one that was taken before. Returns once it is on the disk. `identity`: what is
+        the same in each retry; empty: the body. Raises `WrongNumber`, `JournalError`."""
+        seq, known = entry.seq, self.entries.get(entry.seq)
+        entry.digest = hashlib.sha256(entry.kind.encode() + b"/" + (identity or body)).hexdigest()[:32]
         if known is not None:
-            if known.digest != digest:
+            if known.digest != entry.digest:
                 raise WrongNumber(
                     f"request {seq} was taken before with other content ({known.kind}): a number is for one request. "
                     "Two clients use one training client; make one for each."
@@ -125,10 +117,9 @@ class RequestLog:
             if self.entries.get(seq) is not known:
                 raise JournalError(f"request {seq} could not be written. Send it again.")
             return known
-        entry = self.entries[seq] = Entry(seq, asked.kind, digest, asked.content_type, asked.tokens)
-        self.waiting[seq] = len(asked.body)
+        self.entries[seq], self.waiting[seq] = entry, len(body)
         try:
-            entry.body = await self._requests.append(entry.header, asked.body)
+            entry.body = await self._requests.append(entry.header, body)
             self.highest_taken = max(self.highest_taken, seq)
         except BaseException:
             del self.entries[seq], self.waiting[seq]
@@ -229,4 +220,4 @@ def _join_older(directory: Path) -> None:
 
 
 def _entry(header: dict[str, Any]) -> Entry:
-    return Entry(header["seq"], header["kind"], header["digest"], header["type"], header["tokens"])
+    return Entry(header["seq"], header["kind"], header["type"], header["tokens"], header["digest"])

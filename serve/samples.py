@@ -18,7 +18,7 @@ import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.conf.errors import DataError, PenstockError
@@ -27,11 +27,10 @@ from penstock.orchestrator.loops.verbs import seed_of
 from penstock.serve.backend import Backend, DeadlyRequest
 from penstock.serve.checkpoints import Address, Checkpoints, read_state, write_state
 from penstock.serve.journal import JournalError
-from penstock.serve.request_log import Asked, Entry, RequestLog, failure_of
+from penstock.serve.request_log import Entry, RequestLog, failure_of
 from penstock.serve.sdk_messages import Answer, SampleRequest, failure, sample_answer, sample_request
-from penstock.serve.sessions import Sampler, Session, Sessions
+from penstock.serve.sessions import ClientFacts, Sampler, Session, Sessions
 from penstock.serve.tenants import NextRequest, Schedule, Tenants
-from penstock.serve.training_client import TrainingClient
 from penstock.workers.protocols import AdapterState
 from penstock.workers.runtime.async_tasks import cancel_all
 
@@ -66,12 +65,12 @@ class Publications:
         self._using: Counter[str] = Counter()
         self._lock = asyncio.Lock()
 
-    async def name_of(self, file: Path, read: Callable[[Path], AdapterState] | None = None) -> str:
+    async def name_of(self, file: Path) -> str:
         """The name of weights on the engines, which keep them until `release`. Raises `DataError`, and what
         `Backend.publish` raises."""
         while (name := self._names.pop(file, "")) == "":
             if file not in self._arriving:
-                task = self._arriving[file] = asyncio.create_task(self._publish(file, read or _weights))
+                task = self._arriving[file] = asyncio.create_task(self._publish(file))
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody waits any more
             await asyncio.shield(self._arriving[file])
         self._names[file] = name
@@ -94,11 +93,11 @@ class Publications:
         if name is not None and name not in self._using:
             await self._backend.drop_sampler(name)
 
-    async def _publish(self, file: Path, read: Callable[[Path], AdapterState]) -> None:
+    async def _publish(self, file: Path) -> None:
         try:
             async with self._lock:
                 await self._make_room()
-                state = await asyncio.to_thread(read, file)
+                state = await asyncio.to_thread(read_state, file, with_optimizer=False)
                 name = secrets.token_hex(8)
                 await self._backend.publish(name, state)
                 self._names[file] = name
@@ -196,10 +195,6 @@ class SamplingQueue:
         self._wake.set()
 
 
-def _weights(file: Path) -> AdapterState:
-    return read_state(file, with_optimizer=False)
-
-
 SEQ_BITS = 2**64
 """Numbers of requests in one sampling session, of all its clients."""
 
@@ -231,13 +226,13 @@ class Samples:
         if log is not None and not log.pending():
             del self.logs[session.id]
 
-    async def take(self, sampler: Sampler, asked: Asked) -> Entry:
+    async def take(self, sampler: Sampler, entry: Entry, body: bytes) -> Entry:
         """Take a request for samples, with its number in its sampling session. Raises `JournalError`."""
         session = self._sessions.sessions[sampler.session_id]
         log = self.logs.get(session.id) or self._open(session)
-        number = number_of(sampler, asked.seq)
-        is_known = number in log.entries
-        entry = await log.accept(replace(asked, seq=number))
+        entry.seq = number_of(sampler, entry.seq)
+        is_known = entry.seq in log.entries
+        entry = await log.accept(entry, body)
         if not is_known:
             self.queue.put(Ticket(session.tenant, sampler, log, entry))
         return entry
@@ -260,9 +255,9 @@ class Samples:
         seed = seed_of("sample", sampler.origin, seq)
         return sample_request(body, self._backend.facts.max_length, seed)
 
-    async def add_own(self, client: TrainingClient, seq: int, number: int, state: AdapterState) -> str:
+    async def add_own(self, facts: ClientFacts, seq: int, number: int, state: AdapterState) -> str:
         """Make a sampling session of a client's unnamed weights. `seq`: of the request. `number`: the session's."""
-        session_id, model_id = client.facts.session_id, client.facts.model_id
+        session_id, model_id = facts.session_id, facts.model_id
         origin = f"{model_id.rpartition(':')[2]}/{seq}/own"
         sampler = Sampler(sampler_id(session_id, number), session_id, model_id, is_own=True, origin=origin)
         known = self._sessions.sessions[session_id].samplers.get(sampler.id)
@@ -346,7 +341,7 @@ class Samples:
                 with contextlib.suppress(PenstockError):
                     await self.publications.drop(file)
             now = time.monotonic()
-            self._tenants.refuse(ticket.tenant, str(error), now + self._backend.window_s)
+            self._tenants.refuse(ticket.tenant, error, now + self._backend.window_s)
             return failure(self._tenants.refusal(ticket.tenant, now), is_users=True), 0
         except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
             return failure_of(error, f"{sampler.id}: request {entry.seq} for samples"), 0

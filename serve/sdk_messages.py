@@ -483,10 +483,6 @@ def adapter_spec(body: Body, max_rank: int, seed: int) -> AdapterSpec:
     return AdapterSpec(given.rank, seed if given.seed is None else given.seed, **flags)
 
 
-def load_call(body: Body) -> LoadCall:
-    return LoadCall(body.need("path"), bool(body.optimizer))
-
-
 def save_call(body: Body, *, is_sampler: bool) -> SaveCall:
     name, seq = body.path, body.sampling_session_seq_id
     if name is not None and not NAME.fullmatch(name):

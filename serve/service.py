@@ -23,12 +23,11 @@ from penstock.metering import table
 from penstock.serve.backend import Backend
 from penstock.serve.checkpoints import Address, Checkpoints, NoCheckpoint
 from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.ranks import Ranks, TrainingWork
-from penstock.serve.request_log import Asked, Entry, RequestLog
+from penstock.serve.request_log import Entry, RequestLog
 from penstock.serve.samples import Samples, number_of
-from penstock.serve.sessions import Busy, NotFound, Sampler, Session, Sessions
+from penstock.serve.sessions import Busy, ClientFacts, NotFound, Sampler, Session, Sessions
 from penstock.serve.tenants import OPERATOR, Tenants
-from penstock.serve.training_client import ClientFacts, TrainingClient
+from penstock.serve.training import Ranks, TrainingClient
 from penstock.workers.runtime.async_tasks import cancel_all
 
 _LOG = logging.getLogger("penstock")
@@ -53,8 +52,7 @@ class Service:
         self.sessions = Sessions(directory, time.time(), config.keep_sessions)
         self.clients: dict[str, TrainingClient] = {}
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
-        work = TrainingWork(backend, self.checkpoints, self.samples, self.sessions, tenants)
-        self.ranks = Ranks(backend, self.clients, config, tenants, work)
+        self.ranks = Ranks(backend, self.clients, config, tenants, self.checkpoints, self.samples, self.sessions)
         self._damaged: set[str] = set()
         """Training clients whose files cannot be read."""
         self._making = asyncio.Lock()
@@ -138,20 +136,20 @@ class Service:
                 f"(`with ServiceClient() as client`), or wait {SILENT_S:g} s after its last sign of life."
             )
 
-    async def accept(self, client: TrainingClient, asked: Asked) -> Entry:
+    async def accept(self, client: TrainingClient, entry: Entry, body: bytes, identity: bytes = b"") -> Entry:
         """Take a request of a training client. Raises `Busy`, and `JournalError` while the server ends."""
-        is_known = asked.seq in client.log.entries or asked.seq == client.next_seq  # which all others wait for
-        self._admit(client.facts.session_id, 0 if is_known else len(asked.body))
-        entry = await client.accept(asked)
+        is_known = entry.seq in client.log.entries or entry.seq == client.next_seq  # which all others wait for
+        self._admit(client.facts.session_id, 0 if is_known else len(body))
+        entry = await client.accept(entry, body, identity)
         self.ranks.wake()
         return entry
 
-    async def take_sample(self, sampler: Sampler, asked: Asked) -> Entry:
+    async def take_sample(self, sampler: Sampler, entry: Entry, body: bytes) -> Entry:
         """Take a request of a sampling session. Raises `Busy`, and `JournalError` while the server ends."""
         log = self.samples.log_of(self.sessions.sessions[sampler.session_id])
-        is_known = log is not None and number_of(sampler, asked.seq) in log.entries
-        self._admit(sampler.session_id, 0 if is_known else len(asked.body))
-        return await self.samples.take(sampler, asked)
+        is_known = log is not None and number_of(sampler, entry.seq) in log.entries
+        self._admit(sampler.session_id, 0 if is_known else len(body))
+        return await self.samples.take(sampler, entry, body)
 
     def _admit(self, session_id: str, num_bytes: int) -> None:
         """Note that a session is alive. `num_bytes`: of a new request; 0: it is known. Raises `Busy` where its tenant
@@ -179,7 +177,7 @@ class Service:
                     await entry.is_done.wait()
         except TimeoutError:
             raise Refused(
-                f"{client.facts.model_id} still has {client.num_waiting} requests: unload it later."
+                f"{client.facts.model_id} still has {len(client.log.waiting)} requests: unload it later."
             ) from None
         await self._drop_client(client.facts.model_id)
 
@@ -321,17 +319,16 @@ def _tenant(
 
 
 def _client(service: Service, client: TrainingClient) -> dict[str, Any]:
-    is_waiting = client.num_waiting > 0
     return {
         "id": client.facts.model_id,
         "session": client.facts.session_id,
         "base_model": client.facts.base_model,
         "rank": client.facts.rank,
         "next": client.next_seq,
-        "waiting": client.num_waiting,
+        "waiting": len(client.log.waiting),
         "on_ranks": client.is_resident,
         "snapshot": client.snapshot_seq,
-        "waits_for": service.waits_for(client, client.next) if is_waiting else "the client's next request",
+        "waits_for": service.waits_for(client, client.next) if client.log.waiting else "the client's next request",
     }
 
 

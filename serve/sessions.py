@@ -19,7 +19,6 @@ from typing import Any
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.serve.journal import Header, Journal
 from penstock.serve.request_log import Gone, WrongNumber
-from penstock.serve.training_client import ClientFacts
 
 LARGE_BYTES = 2**20
 FORMAT = 2
@@ -32,6 +31,20 @@ class NotFound(PenstockError):
 
 class Busy(PenstockError):
     """A request of a tenant that has as much waiting or open as it may."""
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """What a training client is made with."""
+
+    model_id: str
+    session_id: str
+    tenant: str
+    base_model: str
+    created: float
+    metadata: dict[str, Any] | None = None
+    rank: int | None = None
+    """Rank of the adapter; None: all weights are trained, or the version before has made it."""
 
 
 @dataclass

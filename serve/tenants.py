@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.secret import reveal
 from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.metering import table
@@ -93,10 +93,10 @@ class Tenants:
                 own[name] = value
         return found
 
-    def refuse(self, tenant: str, why: str, until: float) -> None:
+    def refuse(self, tenant: str, why: PenstockError, until: float) -> None:
         """Refuse the requests of a tenant until that time."""
         logging.getLogger("penstock").warning("%s is refused: %s", tenant, why)
-        self._refused[tenant] = (why, until)
+        self._refused[tenant] = (str(why), until)
 
     def refusal(self, tenant: str, now: float) -> str:
         """Why requests of a tenant are refused; empty: they are not."""

@@ -8,10 +8,10 @@ from functools import partial
 
 from penstock.conf.serve import ServeConfig
 from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.request_log import Asked
+from penstock.serve.request_log import Entry
 from penstock.serve.service import Service, client_id
+from penstock.serve.sessions import ClientFacts
 from penstock.serve.tenants import ONLY, Tenants
-from penstock.serve.training_client import ClientFacts
 
 SESSION_KEY = "one"
 
@@ -65,8 +65,7 @@ class ScriptedClient:
         return client
 
     async def send(self, service, client, seq, kind, body):
-        asked = Asked(seq, kind, body, "application/json")
-        return await service.accept(client, asked)
+        return await service.accept(client, Entry(seq, kind, "application/json"), body)
 
 
 async def again(service, act):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from penstock.conf.serve import ServeConfig
-from penstock.serve import ranks, samples
+from penstock.serve import samples, training
 from penstock.serve.command import Server, ServerFailed
 from penstock.serve.journal import JournalDamaged, JournalError
 from penstock.serve.service import Service
@@ -25,9 +25,9 @@ BRIEF = ServeConfig(port=0, poll_s=0.1, gap_s=0.2)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(ranks, "DISK_PAUSE_S", 0.01)
-    monkeypatch.setattr(ranks, "LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(ranks, "LOOK_S", 0.01)
+    monkeypatch.setattr(training, "DISK_PAUSE_S", 0.01)
+    monkeypatch.setattr(training, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(training, "LOOK_S", 0.01)
     monkeypatch.setattr(samples, "LOOK_S", 0.01)
 
 

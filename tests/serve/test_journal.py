@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.serve.journal import Journal, JournalDamaged, JournalError, RecordDropped
-from penstock.serve.request_log import Asked, RequestLog
+from penstock.serve.request_log import Entry, RequestLog
 from penstock.serve.sdk_messages import failure, plain
 from tests.amounts import amount
 
@@ -208,7 +208,7 @@ def test_a_request_that_failed_is_known_to_have_failed_while_it_is_kept(tmp_path
     async def scenario():
         log = RequestLog(tmp_path, keep=2, is_needed=lambda entry: True)
         for seq in range(9):
-            entry = await log.accept(Asked(seq, "optim_step", b"body"))
+            entry = await log.accept(Entry(seq, "optim_step"), b"body")
             await log.answer(entry, failure("told", is_users=True) if seq % 2 else plain({"type": "optim_step"}))
         await log.close()
 
@@ -221,7 +221,7 @@ def test_bodies_that_could_not_be_dropped_keep_their_results(tmp_path, monkeypat
     async def scenario():
         log = RequestLog(tmp_path, keep=2)
         for seq in range(12):
-            entry = await log.accept(Asked(seq, "sample", b"body"))
+            entry = await log.accept(Entry(seq, "sample"), b"body")
             with monkeypatch.context() as patch:
                 if seq % 3:
                     patch.setattr(os, "replace", lambda *_: _raise(OSError(28, "No space left on device")))
@@ -237,7 +237,7 @@ def test_results_of_the_version_before_are_read_from_both_of_its_files(tmp_path)
     async def scenario():
         log = RequestLog(tmp_path, keep=64)
         for seq in range(6):
-            entry = await log.accept(Asked(seq, "sample", b"body"))
+            entry = await log.accept(Entry(seq, "sample"), b"body")
             await log.answer(entry, plain({"type": "sample", "seq": seq}))
         await log.close()
 
@@ -305,7 +305,7 @@ def test_what_a_client_leaves_on_disk_and_in_memory_stays_small(tmp_path):
         log, sizes = RequestLog(tmp_path, keep=16), []
         assert log.pending() == []
         for first in numbers[::8]:
-            entries = [await log.accept(Asked(seq, "sample", b"body")) for seq in range(first, first + 8)]
+            entries = [await log.accept(Entry(seq, "sample"), b"body") for seq in range(first, first + 8)]
             await asyncio.gather(*(log.answer(entry, plain({"type": "sample"})) for entry in entries))
             sizes.append((len(log.entries), sum(file.stat().st_size for file in tmp_path.iterdir())))
         told = [log.answer_of(log.entries[seq]) for seq in numbers[-16:]]
@@ -338,7 +338,7 @@ def test_wherever_a_server_is_killed_no_answered_request_is_carried_out_again(tm
     async def scenario():
         log = RequestLog(directory, keep=4)
         for seq in range(30):
-            entries = [await log.accept(Asked(2 * seq + one, "sample", b"body")) for one in range(2)]
+            entries = [await log.accept(Entry(2 * seq + one, "sample"), b"body") for one in range(2)]
             for entry in reversed(entries):
                 await log.answer(entry, plain({"type": "sample"}))
                 answered.append(entry.seq)

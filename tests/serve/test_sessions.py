@@ -10,9 +10,8 @@ from penstock.conf.serve import ServeConfig
 from penstock.serve import sessions as module
 from penstock.serve.journal import Journal, JournalDamaged
 from penstock.serve.service import Service
-from penstock.serve.sessions import Sampler, Sessions
+from penstock.serve.sessions import ClientFacts, Sampler, Sessions
 from penstock.serve.tenants import ONLY, Tenants
-from penstock.serve.training_client import ClientFacts
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import ScriptedClient, forward_body
 from tests.serve.test_server import Client, sample_body, serve

@@ -1,10 +1,18 @@
-"""Carries out the requests of training clients on the ranks, one after the other.
+"""Training clients, and the ranks that carry out their requests, one after the other.
 
-    pick (schedule.py) ─▶ adapter on the ranks? else newest snapshot, later requests repeated ─▶ carry out
-                       ─▶ result on the disk ─▶ told ─▶ a snapshot every `serve.snapshot_every` requests
+A client has an adapter. Its requests are numbered from 1 without gaps; the one that makes the adapter is 0. They may
+come in any order, and are carried out strictly in theirs. The state is on the ranks, or goes on from here:
 
-After `TrainerLost` other ranks start, and each adapter is brought back when its next request comes. A request that
-fails by itself is left out when the others are repeated.
+    snapshot-N.safetensors   the state after request N
+    requests.journal         all later requests, which are repeated on it
+    results.journal          what was told of them
+
+    pick (tenants.py) ─▶ adapter on the ranks? else newest snapshot, later requests repeated ─▶ carry out
+                      ─▶ result on the disk ─▶ told ─▶ a snapshot every `serve.snapshot_every` requests
+
+A result is on the disk before a snapshot that has its request in it, so no request is ever repeated on a state that has
+seen it. After `TrainerLost` other ranks start, and each adapter is brought back when its next request comes. A request
+that fails by itself is left out when the others are repeated.
 """
 
 import asyncio
@@ -14,18 +22,20 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.serve import ServeConfig
+from penstock.orchestrator.loops.verbs import seed_of
+from penstock.serve import sdk_messages as sdk
 from penstock.serve.backend import Backend, BackendFailed, DeadlyRequest, RequestFailed, TrainerLost
-from penstock.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint
+from penstock.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint, read_state, write_state
 from penstock.serve.journal import JournalError
-from penstock.serve.request_log import Entry, failure_of
+from penstock.serve.request_log import Entry, RequestLog, WrongNumber, failure_of
 from penstock.serve.samples import Samples
-from penstock.serve.sdk_messages import Answer, Call, ForwardCall, LoadCall, SaveCall, failure, forward_answer, plain
-from penstock.serve.sessions import Sessions
+from penstock.serve.sdk_messages import Answer, ForwardCall, LoadCall, SaveCall, failure, plain
+from penstock.serve.sessions import ClientFacts, Sessions
 from penstock.serve.tenants import NextRequest, Schedule, Tenants
-from penstock.serve.training_client import CHANGING, TrainingClient
 from penstock.workers.protocols import AdamParams, AdapterSpec, AdapterState
 
 _LOG = logging.getLogger("penstock")
@@ -33,11 +43,111 @@ LOOK_S = 1.0
 """Seconds between looks at what comes by itself."""
 DISK_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before a request whose result could not be written is carried out again; they double each time."""
+
+
+class TrainingClient:
+    """Lifecycle: made for a directory, new or left by another process; `accept` requests; whoever carries them out
+    takes `next`, `start` states and `finish` requests; `close`."""
+
+    def __init__(self, facts: ClientFacts, directory: Path, keep: int, max_rank: int) -> None:
+        self.facts, self._directory, self._max_rank = facts, directory, max_rank
+        self.log = RequestLog(directory, keep, self._is_needed)
+        self.is_resident = False
+        """Whether the ranks have the adapter, in the state before `next_seq`."""
+        self.gap_since: float | None = None
+        self.num_unsaved = 0
+        self.pause_s, self.rests_until, self.trouble = 0.0, 0.0, ""
+        """Length and end of the pause after its files could not be written or read, and the reason."""
+        self.next_seq = self.log.highest_answered + 1
+        for entry in self.log.entries.values():
+            if entry.seq < self.next_seq:  # also where its result is gone
+                entry.is_done.set()
+                self.log.waiting.pop(entry.seq, None)
+        found = sorted((_seq_of(file), file) for file in directory.glob("snapshot-*.safetensors"))
+        self._snapshot: Path | None = found[-1][1] if found else None
+        self.snapshot_seq = found[-1][0] if found else -1
+        for _, file in found[:-1]:
+            file.unlink(missing_ok=True)
+        self.spec: AdapterSpec | None = None
+        """The adapter's shape; None while it is not made."""
+        self._writing: asyncio.Task[None] | None = None
+
+    async def accept(self, entry: Entry, body: bytes, identity: bytes = b"") -> Entry:
+        """Take a request, or recognise one that was taken. Raises `WrongNumber`, `JournalError`."""
+        if entry.seq < self.next_seq and entry.seq not in self.log.entries:
+            raise WrongNumber(
+                f"request {entry.seq} of {self.facts.model_id} comes too late: {self.next_seq} is the next. Make a new "
+                "training client from the last checkpoint."
+            )
+        return await self.log.accept(entry, body, identity)
+
+    @property
+    def next(self) -> Entry | None:
+        """The request whose turn it is, if it has come."""
+        entry = self.log.entries.get(self.next_seq)
+        return entry if entry is not None and entry.is_durable.is_set() and not entry.is_done.is_set() else None
+
+    @property
+    def gap(self) -> int | None:
+        """Number of the request that others wait for and that has not come."""
+        is_missing = self.next_seq not in self.log.entries and self.next_seq < self.log.highest_taken
+        return self.next_seq if is_missing else None
+
+    def call_of(self, entry: Entry) -> sdk.Call:
+        """What a request asks for, from any thread. Raises `BadRequest`."""
+        return decoded(entry, self.log.body_of(entry), self.facts, self._max_rank)
+
+    def finish(self) -> None:
+        """Go on to the request after the one that was answered."""
+        self.pause_s, self.trouble = 0.0, ""
+        self.next_seq = self.log.highest_answered + 1
+
+    def repeated(self) -> list[Entry]:
+        """Requests that have to be repeated on the newest snapshot, in order."""
+        later = [one for one in self.log.entries.values() if self.snapshot_seq < one.seq < self.next_seq]
+        return sorted((one for one in later if one.changes), key=lambda one: one.seq)
+
+    async def newest(self) -> AdapterState | None:
+        """The newest snapshot; None before the first one. Raises `DataError`."""
+        await self.settled()
+        if self._snapshot is None:
+            return None
+        state = await asyncio.to_thread(read_state, self._snapshot)
+        self.spec = state.spec
+        return state
+
+    async def keep(self, state: AdapterState, seq: int) -> None:
+        """Write the state after request `seq` as a snapshot, beside what goes on. What came before is dropped."""
+        await self.settled()
+        self._writing = asyncio.create_task(self._keep(state, seq))
+
+    async def settled(self) -> None:
+        """Wait until no snapshot is being written."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
+
+    async def close(self) -> None:
+        await self.settled()
+        await self.log.close()
+
+    async def _keep(self, state: AdapterState, seq: int) -> None:
+        file, before = self._directory / f"snapshot-{seq}.safetensors", self._snapshot
+        try:
+            await asyncio.to_thread(write_state, file, state)
+            self.snapshot_seq, self._snapshot = seq, file
+            if before is not None and before != file:
+                before.unlink(missing_ok=True)
+            await self.log.drop_bodies()
+        except PenstockError as error:
+            _LOG.warning("%s: no snapshot after request %d: %s. It is tried again.", self.facts.model_id, seq, error)
+
+    def _is_needed(self, entry: Entry) -> bool:
+        """Return whether a request that has its result may be repeated, or says that the adapter could not be made."""
+        return entry.seq > self.snapshot_seq and (entry.seq == 0 or entry.changes)
+
+
 Chore = Callable[[TrainingClient], Awaitable[None]]
-
-
-class _StateLost(PenstockError):
-    """A state that an adapter cannot be brought back from."""
 
 
 class Ranks:
@@ -45,10 +155,11 @@ class Ranks:
 
     def __init__(
         self, backend: Backend, clients: Mapping[str, TrainingClient], config: ServeConfig, tenants: Tenants,
-        work: "TrainingWork",
+        checkpoints: Checkpoints, samples: Samples, sessions: Sessions,
     ) -> None:  # fmt: skip
-        self._backend, self._clients, self._config = backend, clients, config
-        self._tenants, self._work, self._schedule = tenants, work, Schedule(tenants.shares, tenants.budgets)
+        self._backend, self._clients, self._config, self._tenants = backend, clients, config, tenants
+        self._checkpoints, self._samples, self._sessions = checkpoints, samples, sessions
+        self._schedule = Schedule(tenants.shares, tenants.budgets)
         self._resident: dict[str, TrainingClient] = {}
         """Those on the ranks, the one that has rested longest first."""
         self._chores: deque[tuple[TrainingClient, Chore, asyncio.Event]] = deque()
@@ -76,12 +187,14 @@ class Ranks:
                 continue
             await self._close_gaps()
             picked = self._picked()
-            if picked is None or picked.next is None:
-                await self._waited()
+            if picked is not None and picked.next is not None:
+                self.current = picked.facts.model_id
+                await self._carry_out(picked, picked.next)
+                self.current = ""
                 continue
-            self.current = picked.facts.model_id
-            await self._carry_out(picked, picked.next)
-            self.current = ""
+            with contextlib.suppress(TimeoutError):  # until a request comes, or a budget or a gap's deadline may
+                async with asyncio.timeout(LOOK_S):
+                    await self._wake.wait()
         for client in list(self._resident.values()):
             try:
                 await self._keep(client)
@@ -118,12 +231,6 @@ class Ranks:
         chosen = self._schedule.pick(waiting, now) if waiting else None
         return self._clients[chosen.queue] if chosen is not None else None
 
-    async def _waited(self) -> None:
-        """Wait until something comes, or may come by itself: a budget, a gap's deadline."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await self._wake.wait()
-
     async def _close_gaps(self) -> None:
         """Give up waiting for requests that have not come within `serve.gap_s`."""
         now = time.monotonic()
@@ -153,7 +260,7 @@ class Ranks:
             return
         client.finish()
         self._tenants.note(client.facts.tenant, entry, time.monotonic() - started)
-        client.num_unsaved += entry.kind in CHANGING and not entry.is_failure
+        client.num_unsaved += entry.changes
         is_load = entry.kind in ("load_model", "load_weights")
         if is_load or entry.kind == "save_weights" or client.num_unsaved >= self._config.snapshot_every:
             await self._guarded(client, self._keep)
@@ -172,7 +279,7 @@ class Ranks:
         while not (refusal := self._tenants.refusal(client.facts.tenant, time.monotonic())):
             try:
                 await (self._bring(client) if entry.seq > 0 else self._make_room(client))
-                answer = await self._work.done(client, entry, await asyncio.to_thread(client.call_of, entry))
+                answer = await self._done(client, entry, await asyncio.to_thread(client.call_of, entry))
                 if entry.kind in ("create_model", "load_model", "load_weights"):
                     self._hold(client)
                 return answer
@@ -192,8 +299,8 @@ class Ranks:
         if client.is_resident:
             self._resident[name] = self._resident.pop(name)
             return
-        if client.has_failed:
-            raise _StateLost("the adapter could not be made: see the error of its creation.")
+        if (first := client.log.entries.get(0)) is not None and first.is_failure:
+            raise PenstockError("the adapter could not be made: see the error of its creation.")
         await self._make_room(client)
         try:
             state = await client.newest()
@@ -201,9 +308,9 @@ class Ranks:
                 await self._backend.drop_adapter(name)
                 await self._backend.create_adapter(name, state.spec, state)
             for entry in client.repeated():
-                await self._work.done(client, entry, await asyncio.to_thread(client.call_of, entry))
+                await self._done(client, entry, await asyncio.to_thread(client.call_of, entry))
         except (DataError, ConfigError) as error:
-            raise _StateLost(f"the adapter's state cannot be brought back: {error}") from error
+            raise PenstockError(f"the adapter's state cannot be brought back: {error}") from error
         self._hold(client)
 
     async def _make_room(self, client: TrainingClient) -> None:
@@ -249,7 +356,7 @@ class Ranks:
         try:
             await self._backend.bring_back(client.facts.tenant, error)
         except DeadlyRequest as again:
-            self._tenants.refuse(client.facts.tenant, str(again), time.monotonic() + self._backend.window_s)
+            self._tenants.refuse(client.facts.tenant, again, time.monotonic() + self._backend.window_s)
 
     async def _guarded(self, client: TrainingClient, chore: Chore) -> None:
         """Do for a client what is not a request: its failure is told, and costs no request. Raises `BackendFailed`."""
@@ -262,27 +369,19 @@ class Ranks:
         except (PenstockError, OSError) as error:
             _LOG.warning("%s", error)
 
-
-class TrainingWork:
-    """Requests on an adapter that is on the ranks. Stateless: a second time `done` comes to the same."""
-
-    def __init__(
-        self, backend: Backend, checkpoints: Checkpoints, samples: Samples, sessions: Sessions, tenants: Tenants
-    ) -> None:
-        self._backend, self._checkpoints, self._samples, self._sessions = backend, checkpoints, samples, sessions
-        self._tenants = tenants
-
-    async def done(self, client: TrainingClient, entry: Entry, call: Call) -> Answer:
+    async def _done(self, client: TrainingClient, entry: Entry, call: sdk.Call) -> Answer:
         """Carry out a request. Raises what `Backend` raises, and `DataError`."""
         name = client.facts.model_id
         match call:
             case ForwardCall():
                 output = await self._backend.forward(name, call.data, call.loss, backward=call.backward)
-                return await asyncio.to_thread(forward_answer, output)
+                return await asyncio.to_thread(sdk.forward_answer, output)
             case AdamParams():
                 return plain({"metrics": await self._backend.optim_step(name, call)})
             case SaveCall(name=None, is_sampler=True):
-                return await self._publish(client, entry, call)
+                state = (await self._backend.adapter_state(name)).for_sampling()
+                sampler = await self._samples.add_own(client.facts, entry.seq, call.sampling_seq or 0, state)
+                return plain({"sampling_session_id": sampler, "type": "save_weights_for_sampler"})
             case SaveCall():
                 return await self._save(client, entry, call)
             case LoadCall():
@@ -293,7 +392,11 @@ class TrainingWork:
         raise DataError(f"{entry.kind} is no request of a training client.")
 
     async def _load(self, client: TrainingClient, call: LoadCall) -> Answer:
-        state = await self._read(client, call.path, call.with_optimizer)
+        address = Address.parse(call.path)
+        facts = self._sessions.facts.get(address.run)
+        if facts is None or facts.tenant != client.facts.tenant:
+            raise NoCheckpoint(f"{call.path}: there is no such checkpoint.")
+        state = await asyncio.to_thread(self._checkpoints.state, address, with_optimizer=call.with_optimizer)
         if client.spec is not None and _shape(state.spec) != _shape(client.spec):
             raise DataError(f"{call.path} is of an adapter of {_shape(state.spec)}, this client's of "
                             f"{_shape(client.spec)}. Make a training client from that state.")  # fmt: skip
@@ -331,18 +434,34 @@ class TrainingWork:
                             f"(max_stored_gib). Delete some with delete_checkpoint_from_tinker_path, the oldest are "
                             f"{oldest}; then save again, with ttl_seconds if they are needed for a while.")  # fmt: skip
 
-    async def _publish(self, client: TrainingClient, entry: Entry, call: SaveCall) -> Answer:
-        state = await self._backend.adapter_state(client.facts.model_id)
-        sampler = await self._samples.add_own(client, entry.seq, call.sampling_seq or 0, state.for_sampling())
-        return plain({"sampling_session_id": sampler, "type": "save_weights_for_sampler"})
 
-    async def _read(self, client: TrainingClient, path: str, with_optimizer: bool) -> AdapterState:
-        """The state of a checkpoint of the tenant's."""
-        address = Address.parse(path)
-        facts = self._sessions.facts.get(address.run)
-        if facts is None or facts.tenant != client.facts.tenant:
-            raise NoCheckpoint(f"{path}: there is no such checkpoint.")
-        return await asyncio.to_thread(lambda: self._checkpoints.state(address, with_optimizer=with_optimizer))
+def decoded(entry: Entry, body: bytes, facts: ClientFacts, max_rank: int) -> sdk.Call:
+    """What a request asks for, by its kind. Raises `BadRequest`."""
+    if entry.kind in ("forward", "forward_backward"):
+        return sdk.forward_call(body, entry.content_type, backward=entry.kind == "forward_backward")
+    asked = sdk.read(sdk.Body, body)
+    match entry.kind:
+        case "create_model":
+            return sdk.adapter_spec(asked, max_rank, seed_of_client(facts.model_id))
+        case "optim_step":
+            return sdk.optim_call(asked)
+        case "save_weights" | "save_weights_for_sampler":
+            return sdk.save_call(asked, is_sampler=entry.kind == "save_weights_for_sampler")
+        case "load_model" | "load_weights":
+            return LoadCall(asked.need("path"), bool(asked.optimizer))
+        case "save_weights_external":
+            raise sdk.BadRequest("weights are not exported to other stores here: use save_weights_for_sampler.", "path")
+    raise sdk.BadRequest(f"{entry.kind} is no request of a training client.")
+
+
+def seed_of_client(model_id: str) -> int:
+    """Seed of an adapter whose request has none: by its number in its session, so a loop that runs again begins with
+    the same adapter."""
+    return seed_of("adapter", model_id.rpartition(":")[2])
+
+
+def _seq_of(file: Path) -> int:
+    return int(file.stem.rpartition("-")[2])
 
 
 def _shape(spec: AdapterSpec) -> str:
