@@ -70,6 +70,8 @@ def _config(given: Mapping[str, Any]) -> RunConfig:
             settings["evaluation.every_steps"] = 0
     if "name" in settings:
         settings = {"resume": "auto"} | settings
+    if "algorithm.name" in settings:
+        settings["algorithm"] = settings.pop("algorithm.name")
     rewards = settings.pop("reward.functions", ())
     inline = {key: value for key, value in settings.items() if isinstance(value, InlineValue)}
     config = compose_run([Override(present_key(key), value, f"{key}={value}") for key, value in settings.items()])
@@ -79,9 +81,9 @@ def _config(given: Mapping[str, Any]) -> RunConfig:
         for name in sections:
             section = section[name] if isinstance(section, dict) else getattr(section, name)
         section.update({leaf: value}) if isinstance(section, dict) else setattr(section, leaf, value)
-    names = [name_of(one) if callable(one) else one for one in rewards]
+    names = [name_of(one).strip("<>") if callable(one) else None for one in rewards]
     for number, (name, one) in enumerate(zip(names, rewards, strict=True)):
-        title = f"{name}_{number}".strip("<") if names.count(name) > 1 else None
+        title = f"{name}_{number}" if name and names.count(name) > 1 else name
         config.rewards.append(WeightedRewardConfig(_inline(one), name=title))
     return config
 

@@ -107,7 +107,7 @@ def test_keys_are_sections_or_dotted_names(configured: Any) -> None:
 def test_several_rewards_are_summed(configured: Any) -> None:
     rewards = [score, lambda completions: [0.5] * len(completions), lambda response, task: 1.0, "digits"]
     config = configured(dataset=ROWS, reward=rewards)
-    assert [one.title for one in config.rewards] == ["score", "_lambda_1", "_lambda_2", "digits"]
+    assert [one.title for one in config.rewards] == ["score", "lambda_1", "lambda_2", "digits"]
     assert RewardSpec.of(config.rewards[1].function).resolve().many(["x"], [{}]) == [0.5]
     assert isinstance(config.rewards[2].function, InlineValue)
 
