@@ -169,7 +169,8 @@ class Heartbeat:
             raise StoreError(f"leases are not renewed any more: {self._failure!r}.") from self._failure
         with self._lock:
             self._tickets.add(ticket)
-            self._start()
+            if self._thread is None:
+                self._start()
 
     def answered(self, ticket: int) -> None:
         with self._lock:
@@ -181,7 +182,8 @@ class Heartbeat:
             return
         with self._lock:
             self._open[lease_id] = due
-            self._start()
+            if self._thread is None:
+                self._start()
 
     def finished(self, lease_id: int, rows: Iterable[int]) -> None:
         """Note that these rows of a lease have their result."""
@@ -204,7 +206,7 @@ class Heartbeat:
     def _start(self) -> None:
         """Start the thread. Under the lock."""
         assert self._renewer is not None
-        if self._thread is None and not self._stopped.is_set():
+        if not self._stopped.is_set():
             arguments = self._renewer, asyncio.get_running_loop()
             self._thread = threading.Thread(target=self._run, args=arguments, name="store-heartbeat", daemon=True)
             self._thread.start()

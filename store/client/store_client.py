@@ -221,6 +221,7 @@ class StoreClient:
         self._tickets = itertools.count()
         self._connect(handle, node)
         self._columns: dict[str, Column] = {}
+        self._binary: set[str] = set()
         self._stages: dict[str, StageSpec] = {}
         self._undoing: set[asyncio.Task[None]] = set()
         self.has_retired = False
@@ -245,10 +246,10 @@ class StoreClient:
         """
         if not groups:
             return []
-        spec = await self.spec()
+        spec = self._known or await self.spec()
         values = by_column(groups, spec.source_columns)
         parts = [list(range(len(groups)))]
-        if any(self._columns[name].dtype == "binary" for name in spec.source_columns):
+        if not self._binary.isdisjoint(spec.source_columns):
             parts = [[row] for row in parts[0]]  # each by itself: its pictures go with its last row
         encoded: list[tuple[pa.RecordBatch, Facts, Slot | None]] = []
         try:
@@ -332,7 +333,7 @@ class StoreClient:
         changes nothing. Raises `LeaseExpired` if the rows went to another, `LeaseSuperseded` if another engine was
         first, and what `encode` raises for values that do not fit.
         """
-        spec, rows = await self.spec(), ids_of(row_ids)
+        spec, rows = self._known or await self.spec(), ids_of(row_ids)
         check_declared(self._columns, columns, lease.stage)
         batch, facts, slot = self._encode(spec, columns, rows)
         sent = self.link.ship(batch, spec.inline_bytes, slot)
@@ -471,6 +472,7 @@ class StoreClient:
         if self._known is None:
             spec: StoreSpec = await self.link.call("spec")
             self._columns = {column.name: column for column in spec.columns}
+            self._binary = {column.name for column in spec.columns if column.dtype == "binary"}
             self._stages = {stage.name: stage for stage in spec.stages}
             self.heartbeat.begin(self.link.lease_renewer(), spec.lease_timeout_s)
             self._known = spec
@@ -479,7 +481,7 @@ class StoreClient:
     async def _ask(self, request: LeaseRequest) -> list[Lease] | None:
         """Ask for leases; None when the store has closed. Rows on a node that does not answer go back, and are asked
         for again for as long as a lease lasts: the store may not know yet that it is gone."""
-        spec, unreadable_since = await self.spec(), 0.0
+        spec, unreadable_since = self._known or await self.spec(), 0.0
         while True:
             try:
                 return await self._ask_once(request)
@@ -536,7 +538,7 @@ class StoreClient:
     ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
         """Encode columns. Large ones are joined in shared memory, where that can be; blobs are put there afterwards,
         when it is known which of them are equal."""
-        has_blobs = any(self._columns[name].dtype == "binary" for name in columns)
+        has_blobs = not self._binary.isdisjoint(columns)
         slot = None if has_blobs else self._reserve(spec, size_of(columns))
         allocate = None if slot is None else slot.take
         try:

@@ -12,6 +12,7 @@ Legend: K places, N rows.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from msgspec import Struct
 from penstock.algorithms.graph.columns import Column
 from penstock.store.data.codec import Inline, Placed, SentBatch
 from penstock.store.data.rows import Rows
-from penstock.store.data.schema import arrow_type, is_blobs, take
+from penstock.store.data.schema import arrow_type, is_blobs, offsets_of, take
 from penstock.store.data.schema import compact as compact_blobs
 from penstock.store.errors import TooLarge, UnknownColumn
 from penstock.store.ledger.group import Span, bits, spans_of
@@ -323,7 +324,7 @@ def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payl
         if inline or not places:
             payload.sources.append(Inline(_inline(blocks, inline, together)))
         if len(inline) == len(places) and all(place.stride for place, _ in inline):
-            payload.columns.append((together, _table([(here, 0, 1, len(ids))])))
+            payload.columns.append((together, np.array([(here, 0, 1, len(ids))], np.int64)))
             continue
         table = []
         for place, count in places:
@@ -335,7 +336,7 @@ def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payl
                 numbers[place.block] = len(payload.sources)
                 payload.sources.append(place.block.ref)
             table.append((numbers[place.block], place.start, place.stride, count))
-        payload.columns.append((together, _table(table)))
+        payload.columns.append((together, np.array(table, np.int64)))
     return payload
 
 
@@ -354,7 +355,7 @@ def by_value(payload: Payload) -> Payload:
     values = Payload(payload.row_ids, payload.group_ids)
     for number, (together, places) in enumerate(payload.columns):
         values.sources.append(Inline(rows_at(batches, together, places, compact=True)))
-        values.columns.append((together, _table([(number, 0, 1, len(payload.row_ids))])))
+        values.columns.append((together, np.array([(number, 0, 1, len(payload.row_ids))], np.int64)))
     return values
 
 
@@ -392,7 +393,7 @@ def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -
         else:
             table.append([source, start, 1, num_values])
         ends = source, start + num_values
-    return rows_at([block.batch for block in numbers], names, _table(table), compact=True)
+    return rows_at([block.batch for block in numbers], names, np.array(table, np.int64), compact=True)
 
 
 def rows_at(
@@ -400,24 +401,30 @@ def rows_at(
 ) -> pa.RecordBatch:
     """The values at the places, in their order: a view where they lie side by side, or else a copy. `compact`: no view
     of a part of a batch, of which all would be sent. Raises `TooLarge`."""
+    spans = places.tolist()
+    if len(spans) == 1 and spans[0][2]:
+        source, start, _, count = spans[0]
+        batch = _selected(batches[source], names)
+        if not compact or count == batch.num_rows:
+            return batch.slice(start, count)
     _check_size(batches, names, places)
     parts: list[pa.RecordBatch] = []
-    for source, there in groupby(places.tolist(), key=lambda place: place[0]):
-        batch = batches[source]
-        if batch.schema.names != names:
-            batch = batch.select(names)
-        spots = [(start, stride, count) for _, start, stride, count in there]
-        is_part = len(places) == 1 and spots[0][2] < batch.num_rows
-        is_side_by_side = all(stride for _, stride, _ in spots) and not (compact and is_part)
+    for source, some in groupby(spans, key=itemgetter(0)):
+        batch, spots = _selected(batches[source], names), list(some)
+        is_side_by_side = len(spans) > 1 and all(stride for _, _, stride, _ in spots)
         if is_side_by_side and (len(spots) == 1 or not _has_blobs(batch)):
-            parts.extend(batch.slice(start, count) for start, _, count in spots)
+            parts.extend(batch.slice(start, count) for _, start, _, count in spots)
         else:  # one call for all: it costs as much as many values
-            rows = [start + stride * i for start, stride, count in spots for i in range(count)]
+            rows = [start + stride * i for _, start, stride, count in spots for i in range(count)]
             parts.append(_taken(batch, pa.array(rows)))
     found = parts[0] if len(parts) == 1 else pa.concat_batches(parts)
     if compact and len(parts) > 1 and _has_blobs(found):
         found = pa.RecordBatch.from_arrays(list(map(compact_blobs, found.columns)), names=names)
     return found
+
+
+def _selected(batch: pa.RecordBatch, names: list[str]) -> pa.RecordBatch:
+    return batch if batch.schema.names == names else batch.select(names)
 
 
 def _taken(batch: pa.RecordBatch, rows: pa.Array) -> pa.RecordBatch:
@@ -461,16 +468,5 @@ def _ends(column: pa.Array, unit: str) -> np.ndarray | None:
     if it has none of these."""
     if pa.types.is_list(column.type):
         inner = _ends(column.values, unit)
-        return _offsets(column) if unit == "entries" else None if inner is None else inner[_offsets(column)]
-    return _offsets(column) if unit == "bytes" and pa.types.is_string(column.type) else None
-
-
-def _offsets(column: pa.Array) -> np.ndarray:
-    """Offsets of a column: `[N + 1]`."""
-    offsets = column.buffers()[1]
-    ends = np.frombuffer(offsets, np.int32) if offsets is not None else np.zeros(1, np.int32)
-    return ends[column.offset : column.offset + len(column) + 1]
-
-
-def _table(places: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.asarray(places, dtype=np.int64)
+        return offsets_of(column) if unit == "entries" else None if inner is None else inner[offsets_of(column)]
+    return offsets_of(column) if unit == "bytes" and pa.types.is_string(column.type) else None

@@ -91,9 +91,27 @@ def encode(
                 f"column {name!r} has {len(given)} values for {len(row_ids)} rows. Give one value for every row."
             )
         arrays[name] = _encode_column(columns[name], given, row_ids, allocate)
-    _check_token_lengths(columns, arrays, row_ids)
+    lengths = {name: _lengths(array) for name, array in arrays.items() if columns[name].shape != "sample"}
+    token_columns = [name for name in arrays if columns[name].shape == "token"]
+    _check_token_lengths({name: lengths[name] for name in token_columns}, row_ids)
     batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
-    return batch, _facts(columns, arrays, len(row_ids), arrays.get("turn_tokens") if by_turn else None)
+    token_column = token_columns[0] if token_columns else ""
+    counted = ("response_ids", "prompt_ids", "context_ids", token_column)
+    tokens = {name: lengths[name].tolist() for name in counted if name in lengths}
+    row_bytes = np.zeros(len(row_ids), dtype=np.int64)
+    for name, array in arrays.items():
+        row_bytes += _row_bytes(array, lengths.get(name))
+    facts = Facts(
+        row_bytes=row_bytes.tolist(),
+        oldest_version=_oldest(arrays.get("token_versions"), arrays.get("turn_tokens") if by_turn else None),
+        response_tokens=tokens.get("response_ids"),
+        prompt_tokens=tokens.get("prompt_ids"),
+        token_column=token_column,
+        token_lengths=tokens.get(token_column),
+        context_tokens=tokens.get("context_ids"),
+        rewards=arrays["reward"].to_pylist() if "reward" in arrays else None,
+    )
+    return batch, facts
 
 
 def check_declared(columns: dict[str, Column], names: Iterable[str], stage: str) -> None:
@@ -119,8 +137,11 @@ def check_types(columns: dict[str, Column], types: Iterable[tuple[str, str]], nu
 
 def size_of(values: dict[str, Any]) -> int:
     """Bytes of the columns that come as arrays or strings: about what `encode` needs of `allocate`."""
-    sized = [given for given in values.values() if len(given) and isinstance(given[0], np.ndarray | str)]
-    return sum(sum([_nbytes(value) for value in given]) for given in sized)
+    nbytes = 0
+    for given in values.values():
+        if len(given) and isinstance(given[0], np.ndarray | str):
+            nbytes += sum(map(_nbytes, given))
+    return nbytes
 
 
 def _nbytes(value: Any) -> int:
@@ -240,65 +261,42 @@ def _check_finite(column: Column, array: pa.Array, row_ids: Sequence[int]) -> No
     )
 
 
-def _check_token_lengths(columns: dict[str, Column], arrays: dict[str, pa.Array], row_ids: Sequence[int]) -> None:
+def _check_token_lengths(lengths: dict[str, np.ndarray], row_ids: Sequence[int]) -> None:
     """Check that all token columns of one row have one entry a response token; `response_ids` decides, where it is
-    written too."""
-    names = [name for name in arrays if columns[name].shape == "token"]
-    if len(names) < 2:
-        return
-    decider = "response_ids" if "response_ids" in names else names[0]
-    expected = _lengths(arrays[decider])
-    for name in names:
-        lengths = _lengths(arrays[name])
-        bad = np.flatnonzero(lengths != expected)
+    written too. `lengths`: entries of each row, by token column."""
+    decider = "response_ids" if "response_ids" in lengths else next(iter(lengths), "")
+    for name, found in lengths.items():
+        bad = np.flatnonzero(found != lengths[decider]) if name != decider else ()
         if len(bad):
             raise WrongLength(
-                f"column {name!r}, row {row_ids[bad[0]]}: {lengths[bad[0]]} entries, but {decider!r} has "
-                f"{expected[bad[0]]}. Every token column has one entry for each response token."
+                f"column {name!r}, row {row_ids[bad[0]]}: {found[bad[0]]} entries, but {decider!r} has "
+                f"{lengths[decider][bad[0]]}. Every token column has one entry for each response token."
             )
 
 
-def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: int, turns: pa.Array | None) -> Facts:
-    row_bytes = np.zeros(num_rows, dtype=np.int64)
-    for array in arrays.values():
-        row_bytes += _row_bytes(array)
-    token_column = next((name for name in arrays if columns[name].shape == "token"), "")
-    return Facts(
-        row_bytes=row_bytes.tolist(),
-        oldest_version=_oldest(arrays.get("token_versions"), turns),
-        response_tokens=_tokens(arrays, "response_ids"),
-        prompt_tokens=_tokens(arrays, "prompt_ids"),
-        token_column=token_column,
-        token_lengths=_tokens(arrays, token_column),
-        context_tokens=_tokens(arrays, "context_ids"),
-        rewards=arrays["reward"].to_pylist() if "reward" in arrays else None,
-    )
-
-
-def _row_bytes(array: pa.Array) -> "np.ndarray | int":
+def _row_bytes(array: pa.Array, lengths: np.ndarray | None) -> "np.ndarray | int":
+    """Bytes of each row. `lengths`: entries of a ragged column."""
     if is_blobs(array.type):
-        return row_bytes(array)
-    if pa.types.is_list(array.type):
-        return _lengths(array).astype(np.int64) * (array.type.value_type.bit_width // 8 or 1) + 4
+        return blob_bytes(array)
+    if lengths is not None:
+        return lengths.astype(np.int64) * (array.type.value_type.bit_width // 8 or 1) + 4
     if pa.types.is_string(array.type):
-        return (
-            np.diff(np.frombuffer(array.buffers()[1], dtype=np.int32)[array.offset : array.offset + len(array) + 1]) + 4
-        )
+        return _lengths(array) + 4
     return array.type.bit_width // 8 or 1
 
 
-def _tokens(arrays: dict[str, pa.Array], name: str) -> list[int] | None:
-    if name not in arrays:
-        return None
-    lengths: list[int] = _lengths(arrays[name]).tolist()
-    return lengths
-
-
 def _lengths(array: pa.Array) -> np.ndarray:
-    """Entries of each row of a ragged column."""
-    offsets: np.ndarray = array.offsets.to_numpy()
+    """Entries of each row of a ragged column, or bytes of strings."""
+    offsets = offsets_of(array)
     lengths: np.ndarray = offsets[1:] - offsets[:-1]
     return lengths
+
+
+def offsets_of(array: pa.Array) -> np.ndarray:
+    """Offsets of a ragged column, or of strings: `[N + 1]` int32."""
+    buffer = array.buffers()[1]
+    offsets = np.frombuffer(buffer, np.int32) if buffer is not None else np.zeros(1, np.int32)
+    return offsets[array.offset : array.offset + len(array) + 1]
 
 
 def _oldest(versions: pa.Array | None, turns: pa.Array | None) -> list[int] | None:
@@ -417,7 +415,7 @@ def views_of(array: pa.Array) -> np.ndarray:
     return np.frombuffer(buffer, VIEW, len(array), array.offset * VIEW.itemsize)
 
 
-def row_bytes(array: pa.Array) -> np.ndarray:
+def blob_bytes(array: pa.Array) -> np.ndarray:
     """Bytes of each row, `[N]` int64: a blob counts in the first row that has it."""
     views = views_of(_values(array))
     each = np.full(len(views), VIEW.itemsize, np.int64)

@@ -131,18 +131,6 @@ class LeaseBook:
 
     def next_deadline(self) -> float | None:
         """The time at which the next lease may expire; None if none can."""
-        self._refresh_first()
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def overdue(self, now: float) -> list[HeldLease]:
-        """Leases whose deadline has come, earliest first."""
-        late = []
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            late.append(self.held[heapq.heappop(self._deadlines)[1]])
-        return late
-
-    def _refresh_first(self) -> None:
-        """Make the first entry that of a living lease with its present deadline."""
         while self._deadlines:
             deadline, lease_id = self._deadlines[0]
             lease = self.held.get(lease_id)
@@ -151,4 +139,12 @@ class LeaseBook:
             elif lease.deadline > deadline:
                 heapq.heapreplace(self._deadlines, (lease.deadline, lease_id))
             else:
-                return
+                return deadline
+        return None
+
+    def overdue(self, now: float) -> list[HeldLease]:
+        """Leases whose deadline has come, earliest first."""
+        late = []
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            late.append(self.held[heapq.heappop(self._deadlines)[1]])
+        return late

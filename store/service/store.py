@@ -146,7 +146,7 @@ class Store:
 
     async def withdraw_put(self, client: str, ticket: int) -> None:
         """Withdraw the groups of that ticket that are not admitted yet. Those that are stay."""
-        self.puts.withdraw(client, ticket)
+        self.puts.withdraw_groups(client, ticket)
 
     async def become_source(self, client: str) -> int:
         """Make this client the only source of groups: what others have put and is not admitted yet never will be.
@@ -157,7 +157,7 @@ class Store:
     async def outcomes(self, first: int, end: int) -> list[Outcome | None] | None:
         """Wait for the outcomes of the groups from `first` to before `end`: None for one without rewards, or of long
         ago. None when the store is closed. Raises `StoreError` in a run without a curriculum."""
-        return await self._waiters.outcomes.wait(first, end)
+        return await self._waiters.outcomes.of(first, end)
 
     async def lease(self, request: LeaseRequest) -> list[Granted] | None:
         """Wait for at least one free unit, and lease it. None when the store is closed, or the request was
@@ -176,14 +176,14 @@ class Store:
             return grants or None
 
         asked = self._clock()
-        granted = await consumers.wait(take, request)
+        granted = await consumers.lease(take, request)
         if granted is not None:
             self.meter.waited(request.stage, self._clock() - asked)
         return granted
 
     async def superseded(self, client: str) -> list[tuple[int, int]] | None:
         """Wait until others have written groups that this client holds. Returns leases and groups; None once closed."""
-        return await self._waiters.superseded.wait(client)
+        return await self._waiters.superseded.next_of(client)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
         """Withdraw the request of that ticket: its call returns None, and what it was given goes back."""

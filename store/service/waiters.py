@@ -58,15 +58,17 @@ class WaitQueue:
     `pass_on` is called.
 
     A caller keeps its place until it has succeeded. One that is cancelled, withdrawn or refused has taken nothing,
-    since it only tries in its own turn, and its turn is passed on.
+    since it only tries in its own turn, and its turn is passed on. Lifecycle: `wait` for each call, `wake_first` or
+    `wake_all` when something may have changed, `close`.
     """
 
-    def __init__(self, pass_on: Callable[[], None]) -> None:
+    def __init__(self, pass_on: Callable[[], None] = lambda: None, *, at_once: bool = False) -> None:
         """Make an empty queue. `pass_on`: called when another caller may have a turn; it ends in `wake_first` or
-        `wake_all`."""
-        self._pass_on = pass_on
+        `wake_all`. `at_once`: a call is tried as it comes even if others wait, which are after something else."""
+        self._pass_on, self._at_once = pass_on, at_once
         self._queue: dict[WaitingCall, None] = {}
-        self._closed = False
+        self._closed: str | None = None
+        """The reason that it was closed with."""
         self._woken: WaitingCall | None = None
         """The caller that is about to try."""
         self._missed = False
@@ -92,17 +94,14 @@ class WaitQueue:
         client: Hashable = None,
         ticket: int = 0,
         request: Any = None,
-        *,
-        at_once: bool = False,
     ) -> T | None:
         """Return the first result of `attempt` that is not None; it is tried now, and when it is this caller's turn.
 
-        None once closed or withdrawn. `client` and `ticket` name the caller, for `withdraw`. `at_once`: tried now even
-        if others wait, which are after something else.
+        None once closed or withdrawn. `client` and `ticket` name the caller, for `withdraw`.
         """
-        if self._closed:
+        if self._closed is not None:
             return None
-        if not self._queue or at_once:
+        if not self._queue or self._at_once:
             result = attempt()
             if result is not None:
                 return result
@@ -111,7 +110,8 @@ class WaitQueue:
         if len(self._queue) > 1:
             self._pass_on()
         try:
-            while await waiting.turn and waiting in self._queue and not self._closed:  # not withdrawn since its turn
+            # It may have been withdrawn since its turn was given.
+            while await waiting.turn and waiting in self._queue and self._closed is None:
                 self._end_turn(waiting)
                 waiting.turn = asyncio.get_running_loop().create_future()
                 result = attempt()
@@ -123,7 +123,7 @@ class WaitQueue:
         finally:
             self._end_turn(waiting)
             self._queue.pop(waiting, None)
-            if not self._closed:
+            if self._closed is None:
                 self._pass_on()
 
     def withdraw(self, client: Hashable, ticket: int | None = None) -> int:
@@ -147,9 +147,9 @@ class WaitQueue:
         for waiting in self._queue:
             _wake(waiting)
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
         """Close the queue: all that wait, now or later, get None."""
-        self._closed = True
+        self._closed = reason
         self.wake_all()
 
     def _end_turn(self, waiting: WaitingCall) -> None:
@@ -172,9 +172,9 @@ class _UnderWay:
     """True once the client has left."""
 
 
-class Puts:
-    """The puts of all clients. Lifecycle: `put` in any number of clients, `wake` whenever a group may be admitted,
-    `close`."""
+class PutQueue(WaitQueue):
+    """The puts of all clients. Lifecycle: `put` in any number of clients, `wake_first` when a group may be admitted,
+    `close`: puts that wait, and those that come, raise `StoreClosed`."""
 
     def __init__(
         self,
@@ -187,19 +187,14 @@ class Puts:
     ) -> None:
         """Prepare the queue. `waiters`: those of the store, for the effects of an admission and to have `wake` called.
         `admitted`: called with each group."""
+        super().__init__(waiters.wake_puts)
         self._spec, self._ledger = ledger.spec, ledger
         self._blocks, self._intake = blocks, intake
         self._clock, self._waiters, self._admitted = clock, waiters, admitted
-        self._queue = WaitQueue(waiters.wake_puts)
         self._under_way: dict[str, _UnderWay] = {}
         """Puts that wait, by client."""
         self._source: str | None = None
         """The only client that may put; None: any."""
-        self._closed = ""
-
-    def __len__(self) -> int:
-        """Number of puts that wait."""
-        return len(self._queue)
 
     async def put(
         self, names: list[str], sent: SentBatch, facts: Facts, client: str, tickets: Sequence[int]
@@ -256,7 +251,7 @@ class Puts:
         self._check_source(names)
         check_group_bytes(self._spec.max_bytes, facts.row_bytes)
         check()
-        done = await self._queue.wait(admit, client)
+        done = await self.wait(admit, client)
         if done is None:
             check()
             raise StoreClosed(
@@ -264,7 +259,7 @@ class Puts:
             )
         return done
 
-    def withdraw(self, client: str, ticket: int) -> None:
+    def withdraw_groups(self, client: str, ticket: int) -> None:
         """Withdraw the groups of that ticket that are not admitted yet. Those that are stay."""
         if client in self._under_way:
             self._under_way[client].withdrawn.add(ticket)
@@ -274,27 +269,18 @@ class Puts:
         """Admit no other client's groups from now on, nor what waits of theirs."""
         self._source = client
         for other in self._under_way.keys() - {client}:
-            self._queue.withdraw(other)
+            self.withdraw(other)
 
     def left(self, client: str) -> None:
         """Give up a put that no client waits for any more."""
         if client in self._under_way:
             self._under_way[client].has_left = True
-            self._queue.withdraw(client)
+            self.withdraw(client)
 
     @property
     def under_way(self) -> list[str]:
         """Clients whose put waits."""
         return list(self._under_way)
-
-    def wake(self) -> None:
-        """Let the next put try."""
-        self._queue.wake_first()
-
-    def close(self, reason: str) -> None:
-        """Close the queue: puts that wait, and those that come, raise `StoreClosed`."""
-        self._closed = reason
-        self._queue.close()
 
     def _refusal(self, client: str, under_way: _UnderWay) -> str:
         """The reason why no more of a client's groups are admitted, if that is so."""
@@ -303,7 +289,7 @@ class Puts:
         return "the client has left" if under_way.has_left else ""
 
     def _check_source(self, names: list[str]) -> None:
-        if self._closed:
+        if self._closed is not None:
             raise StoreClosed(f"the store is closed ({self._closed}) and takes no more groups.")
         for name in self._spec.source_columns:
             if name not in names:
@@ -353,12 +339,13 @@ class StragglerTimer:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float], wake: Callable[[int], None]) -> None:
         """Prepare the timer. `wake`: of a stage, by number, soon; called when a group has become a straggler."""
-        self._ledger, self._clock, self._wake = ledger, clock, wake
+        self._stragglers, self._clock, self._wake = ledger.residents.stragglers, clock, wake
+        self._stage = ledger.residents.sampling if ledger.spec.straggler_factor else None
         self._timer: asyncio.TimerHandle | None = None
 
     def owners(self) -> set[str]:
         """Owners of the stragglers, which another engine may take."""
-        return {lease.owner for _, lease in self._ledger.residents.stragglers.overdue(self._clock())}
+        return {lease.owner for _, lease in self._stragglers.overdue(self._clock())}
 
     def priority(self, held: Mapping[str, int]) -> Callable[[LeaseRequest], tuple[bool, int]] | None:
         """The priority of a request, the lowest is next: one that can take a group, and holds the fewest. None if there
@@ -367,11 +354,12 @@ class StragglerTimer:
         return (lambda request: (owners == {request.owner}, held.get(request.client, 0))) if owners else None
 
     def arm(self) -> None:
+        if self._stage is None:
+            return
         self.cancel()
-        stragglers, stage = self._ledger.residents.stragglers, self._ledger.residents.sampling
-        if stage is not None and (due := stragglers.next_overdue()) is not None:
+        if (due := self._stragglers.next_overdue()) is not None:
             wait_s = max(0.0, due - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._due, stage.index)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._due, self._stage.index)
 
     def _due(self, stage: int) -> None:
         self.owners()  # notes all stragglers until now: no timer is set for them again
@@ -383,8 +371,8 @@ class StragglerTimer:
             self._timer = None
 
 
-class Consumers:
-    """The consumers of one stage. Lifecycle: `wait` for each request, `wake` whenever the stage may have become ready,
+class ConsumerQueue(WaitQueue):
+    """The consumers of one stage. Lifecycle: `lease` for each request, `wake` whenever the stage may have become ready,
     `close`."""
 
     def __init__(
@@ -397,59 +385,46 @@ class Consumers:
         stragglers: StragglerTimer,
     ) -> None:
         """Prepare the queue. `schedule`: has `wake` called soon. `locality`: None in a run on one node."""
+        super().__init__(schedule)
         self._allotment = Allotment(stage, ledger, clients)
         self._stage = self._allotment.stage
         self._stragglers = stragglers if self._stage is ledger.residents.sampling else None
-        self._schedule, self._locality = schedule, locality
-        self._queue = WaitQueue(schedule)
+        self._locality = locality
         self._patience: asyncio.TimerHandle | None = None
         """Timer until which units are kept for consumers that are not there."""
 
-    def __len__(self) -> int:
-        """Number of requests that wait."""
-        return len(self._queue)
-
-    @property
-    def waiting(self) -> list[object]:
-        """Clients, in the order of their requests."""
-        return list(self._queue.clients)
-
-    async def wait(self, take: Callable[[], list[Granted] | None], request: LeaseRequest) -> list[Granted] | None:
+    async def lease(self, take: Callable[[], list[Granted] | None], request: LeaseRequest) -> list[Granted] | None:
         """Return what `take` gives in this request's turn. None when closed, or when it was withdrawn."""
         self._allotment.asked(request)
-        return await self._queue.wait(take, request.client, request.ticket, request)
+        return await self.wait(take, request.client, request.ticket, request)
 
     def take(self, request: LeaseRequest, now: float) -> list[HeldLease]:
         """Lease what a request gets now. Nothing while units are free: they are kept for others, which come or are
         given up soon."""
-        leases = self._allotment.take(request, self._queue.requests, now)
+        leases = self._allotment.take(request, self.requests, now)
         if not leases and self._stage.num_free and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._end_patience)
         return leases
 
-    def withdraw(self, client: str, ticket: int) -> None:
-        """Withdraw a client's request of that ticket: its call returns None."""
-        self._queue.withdraw(client, ticket)
-
     def left(self, client: str) -> None:
         """Expect a client no more, and withdraw all of its requests."""
         self._allotment.left(client)
-        self._queue.withdraw(client)
+        self.withdraw(client)
 
     def wake(self) -> None:
         """Let the next request try, if something is free."""
         if self._stage.num_free:
-            if len(self._queue):
-                self._queue.wake_first(self._priority())
+            if self._queue:
+                self.wake_first(self._priority())
         else:
             self._cancel_patience()
             priority = self._stragglers.priority(self._allotment.held) if self._stragglers is not None else None
             if priority is not None:
-                self._queue.wake_first(priority)
+                self.wake_first(priority)
 
     def _priority(self) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
         """Make the priority of requests for the next rows."""
-        locality = self._locality if len(self) > 1 else None
+        locality = self._locality if len(self._queue) > 1 else None
         node = locality.node_of_next(self._stage) if locality is not None else None
 
         def priority(request: LeaseRequest) -> tuple[float, bool, int]:
@@ -458,9 +433,9 @@ class Consumers:
 
         return priority
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
         self._cancel_patience()
-        self._queue.close()
+        super().close(reason)
 
     def _cancel_patience(self) -> None:
         if self._patience is not None:
@@ -469,45 +444,33 @@ class Consumers:
 
     def _end_patience(self) -> None:
         self._patience = None
-        self._allotment.expect_only([str(client) for client in self._queue.clients])
-        self._schedule()
+        self._allotment.expect_only([str(client) for client in self.clients])
+        self._pass_on()
 
 
-class WaitingRanks:
-    """The ranks of one stage. Lifecycle: `wait` for each call, `wake` whenever a round may be there, `close`."""
+class RankQueue(WaitQueue):
+    """The ranks of one stage, each of which is after a round of its own. Lifecycle: `wait` for each call, `wake`
+    whenever a round may be there, `close`."""
 
     def __init__(self, stage: str, ledger: Ledger, schedule: Callable[[], None]) -> None:
         """Prepare the queue. `schedule`: has `wake` called soon."""
-        self._ledger, self._name = ledger, stage
-        self._queue = WaitQueue(schedule)
-
-    def __len__(self) -> int:
-        """Number of calls that wait."""
-        return len(self._queue)
-
-    async def wait(self, attempt: Callable[[], T | None]) -> T | None:
-        """Return the first result of `attempt`, which is tried at once: each rank is after a round of its own. None
-        when closed."""
-        return await self._queue.wait(attempt, at_once=True)
+        super().__init__(schedule, at_once=True)
+        self._rounds, self._stage = ledger.rounds, ledger.residents.stage(stage)
 
     def wake(self, *, moved: bool) -> None:
         """Wake all, when a round can be formed, or one has `moved`: it was formed, ended or taken back."""
-        stage = self._ledger.residents.stage(self._name)
-        if len(self._queue) and (moved or self._ledger.rounds.may_form(stage)):
-            self._queue.wake_all()
-
-    def close(self) -> None:
-        self._queue.close()
+        if self._queue and (moved or self._rounds.may_form(self._stage)):
+            self.wake_all()
 
 
-class SupersededLeases:
-    """The superseded leases that clients wait to hear of: engines that sample a group which another engine has written
-    first are told, and stop. See `Stragglers`. Lifecycle: `wait` and `tell` in any order, `left` for each
-    client, `close`."""
+class SupersededQueue(WaitQueue):
+    """Clients that wait to hear which of their leases are superseded: engines that sample a group which another engine
+    has written first are told, and stop. See `Stragglers`. Lifecycle: `next_of` and `tell` in any order, `left` for
+    each client, `close`."""
 
     def __init__(self, clients: Clients) -> None:
+        super().__init__(at_once=True)
         self._clients = clients
-        self._queue = WaitQueue(lambda: None)
         self._due: dict[str, list[Superseded]] = {}
         """Superseded leases that a client has not been told of yet, by client."""
 
@@ -515,30 +478,26 @@ class SupersededLeases:
         for lease_id, group in superseded:
             if (client := self._clients.of_lease(lease_id)) is not None:
                 self._due.setdefault(client, []).append((lease_id, group))
-        if superseded:
-            self._queue.wake_all()
+        self.wake_all()
 
-    async def wait(self, client: str) -> list[Superseded] | None:
+    async def next_of(self, client: str) -> list[Superseded] | None:
         """Wait for leases that were superseded since the last time. None once closed."""
-        return await self._queue.wait(lambda: self._due.pop(client, None), client, at_once=True)
+        return await self.wait(lambda: self._due.pop(client, None), client)
 
     def left(self, client: str) -> None:
         self._due.pop(client, None)
-        self._queue.withdraw(client)
-
-    def close(self) -> None:
-        self._queue.close()
+        self.withdraw(client)
 
 
-class AskedOutcomes:
-    """Calls of the source that wait for outcomes of earlier groups (`ledger/outcomes.py`). Lifecycle: `wait` for each
-    call, `wake` after any event, `close`."""
+class OutcomeQueue(WaitQueue):
+    """Calls of the source that wait for outcomes of earlier groups (`ledger/outcomes.py`). Lifecycle: `of` for
+    each call, `wake_all` after any event, `close`."""
 
     def __init__(self, ledger: Ledger) -> None:
+        super().__init__(at_once=True)
         self._residents = ledger.residents
-        self._queue = WaitQueue(lambda: None)
 
-    async def wait(self, first: int, end: int) -> list[Outcome | None] | None:
+    async def of(self, first: int, end: int) -> list[Outcome | None] | None:
         """Return the outcomes of the groups from `first` to before `end`, once all are known. None when closed."""
         outcomes = self._residents.outcomes
         if outcomes is None:
@@ -553,13 +512,7 @@ class AskedOutcomes:
                     return None
             return known if len(known) >= end - first else None
 
-        return await self._queue.wait(look, at_once=True)
-
-    def wake(self) -> None:
-        self._queue.wake_all()
-
-    def close(self) -> None:
-        self._queue.close()
+        return await self.wait(look)
 
 
 class Expiry:
@@ -567,7 +520,8 @@ class Expiry:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float], carry_out: Callable[[Effects], None]) -> None:
         """Prepare the timer. `carry_out`: called after leases may have expired."""
-        self._ledger, self._clock, self._carry_out = ledger, clock, carry_out
+        self._ledger, self._leases = ledger, ledger.residents.leases
+        self._clock, self._carry_out = clock, carry_out
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """The time at which the timer fires, by the clock."""
@@ -577,7 +531,7 @@ class Expiry:
     def arm(self) -> None:
         """Set the timer. One that is too early stays: most leases end long before, and it costs a look at the next
         deadline."""
-        deadline = self._ledger.next_deadline()
+        deadline = self._leases.next_deadline()
         if deadline is None:
             self.cancel()
             return
@@ -628,15 +582,15 @@ class Waiters:
         self._is_scheduled = self._is_closed = False
         self._expiry = Expiry(ledger, clock, self.carry_out)
         self._stragglers = StragglerTimer(ledger, clock, self.wake_stage)
-        self.puts = Puts(ledger, blocks, intake, clock, self, admitted)
-        self.superseded = SupersededLeases(clients)
-        self.outcomes = AskedOutcomes(ledger)
-        self.consumers: dict[str, Consumers] = {}
-        self.ranks: dict[str, WaitingRanks] = {}
+        self.puts = PutQueue(ledger, blocks, intake, clock, self, admitted)
+        self.superseded = SupersededQueue(clients)
+        self.outcomes = OutcomeQueue(ledger)
+        self.consumers: dict[str, ConsumerQueue] = {}
+        self.ranks: dict[str, RankQueue] = {}
         for index, stage in enumerate(ledger.spec.stages):
-            schedule = partial(self.wake_stage, index)
-            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, locality, self._stragglers)
-            self.ranks[stage.name] = WaitingRanks(stage.name, ledger, schedule)
+            name, schedule = stage.name, partial(self.wake_stage, index)
+            self.consumers[name] = ConsumerQueue(name, ledger, clients, schedule, locality, self._stragglers)
+            self.ranks[name] = RankQueue(name, ledger, schedule)
         self._by_stage = list(zip(self.consumers.values(), self.ranks.values(), strict=True))
 
     def __len__(self) -> int:
@@ -689,19 +643,15 @@ class Waiters:
         """Return how many calls wait for what, and whose they are."""
         waiting = {name: len(self.consumers[name]) + len(self.ranks[name]) for name in self.consumers}
         owners = self._clients.owners()
-        who = {name: [owners.get(one, "?") for one in some.waiting] for name, some in self.consumers.items()}
+        who = {name: [owners.get(one, "?") for one in some.clients] for name, some in self.consumers.items()}
         return {"waiting": waiting | {"put": len(self.puts)}, "waiters": who}
 
     def close(self, reason: str) -> None:
         self._is_closed = True
         self._expiry.cancel()
         self._stragglers.cancel()
-        self.puts.close(reason)
-        self.superseded.close()
-        self.outcomes.close()
-        for consumers, ranks in self._by_stage:
-            consumers.close()
-            ranks.close()
+        for queue in (self.puts, self.superseded, self.outcomes, *self.consumers.values(), *self.ranks.values()):
+            queue.close(reason)
 
     def _wake(self) -> None:
         self._is_scheduled = False
@@ -713,11 +663,11 @@ class Waiters:
             if moved or is_due:
                 ranks.wake(moved=moved)
         if due.credits:
-            self.puts.wake()
+            self.puts.wake_first()
         self._arm_timers()
 
     def _arm_timers(self) -> None:
-        self.outcomes.wake()
+        self.outcomes.wake_all()
         if not self._is_closed:
             self._expiry.arm()
             self._stragglers.arm()

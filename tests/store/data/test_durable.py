@@ -25,7 +25,7 @@ OTHERS = {
     "store/data/roots.py: rename": "directories that end with their process",
     "workers/runtime/local_files.py: replace": "files that are written again",
     "workers/node/file_service.py: rename": "copies that end with the run",
-    "workers/weights/publication/reused_files.py: replace": "shared memory",
+    "workers/weights/publication/publication_files.py: replace": "shared memory",
 }
 """Steps of other modules, and why nobody misses what they write after a power cut."""
 

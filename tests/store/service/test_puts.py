@@ -163,7 +163,7 @@ def test_a_put_that_is_about_to_be_admitted_is_not_once_another_is_the_source() 
         await finish_everything(client)
         await train(client, 0)
         store.ledger.served(1)
-        store.puts.wake()
+        store.puts.wake_first()
         assert await store.become_source("another") == 4
         with pytest.raises(StoreError, match="another client is the source"):
             await waiting

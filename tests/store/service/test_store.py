@@ -124,7 +124,7 @@ def test_waiting_consumers_are_served_in_the_order_in_which_they_came() -> None:
 MOMENTS: dict[str, Callable[[Store], bool]] = {
     "before there is anything": lambda store: True,
     "before it is woken": lambda store: store.ledger.residents.next_group == 1,
-    "between the wake-up and its turn": lambda store: store.consumers["rollout"]._queue._woken is not None,
+    "between the wake-up and its turn": lambda store: store.consumers["rollout"]._woken is not None,
 }
 
 
