@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import masked
-from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, positive, same_shape
+from penstock.algorithms.checks import as_mask, checked_mask, describe, has_axes, non_negative, positive, same_shape
 from penstock.algorithms.graph.columns import field_of
 from penstock.algorithms.kl import kl_penalty
 from penstock.algorithms.named import Named
@@ -296,9 +296,7 @@ def gae(
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0 <= factor <= 1:
             raise ConfigError(f"algorithm.{name}={factor}: must lie between 0 and 1.")
-    has_axes("rewards", rewards, "BT")
-    same_shape(rewards, "rewards", values=values, mask=mask)
-    valid = as_mask(mask)
+    valid = checked_mask("rewards", rewards, mask, values=values)
     reward, value = masked(rewards, valid).detach(), masked(values, valid).detach()
     advantage = torch.zeros_like(reward)
     next_value = next_advantage = reward.new_zeros(len(reward))
@@ -325,9 +323,7 @@ def whitened(advantage: Tensor, mask: Tensor, *, centre: bool = True, eps: float
     `ConfigError`.
     """
     non_negative("eps", eps)
-    has_axes("advantage", advantage, "BT")
-    same_shape(advantage, "advantage", mask=mask)
-    valid = as_mask(mask)
+    valid = checked_mask("advantage", advantage, mask)
     tokens = advantage.detach()[valid].double()
     if len(tokens) == 0:
         return masked(advantage.detach(), valid).float()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, positive, same_shape
+from penstock.algorithms.checks import as_mask, checked_mask, describe, non_negative, positive
 from penstock.conf.algorithms import AGGREGATIONS
 from penstock.conf.checks import one_of
 from penstock.conf.errors import ShapeError
@@ -95,9 +95,7 @@ def aggregate(values_BT: Tensor, mask_BT: Tensor, totals: BatchTotals, how: str,
     """
     one_of("aggregation", how, AGGREGATIONS)
     positive("constant", constant)
-    has_axes("values", values_BT, "BT")
-    same_shape(values_BT, "values", mask=mask_BT)
-    mask = as_mask(mask_BT)
+    mask = checked_mask("values", values_BT, mask_BT)
     values = masked(values_BT, mask)
     if how == "token_mean":
         return _divide(values.sum(), totals.num_tokens)

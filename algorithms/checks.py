@@ -45,6 +45,14 @@ def as_mask(mask: Tensor, name: str = "mask") -> Tensor:
     return mask.bool()
 
 
+def checked_mask(name: str, values_BT: Tensor, mask: Tensor, /, **others: Tensor) -> Tensor:
+    """Check the input of a loss: `[B, T]` values, and the mask and others of their shape. Returns the mask as booleans.
+    Raises `ShapeError`."""
+    has_axes(name, values_BT, "BT")
+    same_shape(values_BT, name, mask=mask, **others)
+    return as_mask(mask)
+
+
 def non_negative(key: str, value: float) -> None:
     """Raise `ConfigError` unless the number is finite and at least 0."""
     if not (math.isfinite(value) and value >= 0):

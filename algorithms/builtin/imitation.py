@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked
-from penstock.algorithms.checks import as_mask, describe, has_axes, positive, same_shape
+from penstock.algorithms.checks import as_mask, checked_mask, describe, has_axes, positive, same_shape
 from penstock.algorithms.graph.columns import CANDIDATES, HINTED, Column, field_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Renamed, columns_read
@@ -150,9 +150,7 @@ def padded_reverse_kl_advantage(
     """
     within("algorithm.discount", discount, 0.0, 1.0)
     positive("algorithm.clamp", clamp)
-    has_axes("logprobs", logprobs, "BT")
-    same_shape(logprobs, "logprobs", teacher_logprobs=teacher_logprobs, mask=mask)
-    valid = as_mask(mask)
+    valid = checked_mask("logprobs", logprobs, mask, teacher_logprobs=teacher_logprobs)
     difference_BT = (masked(teacher_logprobs.detach(), valid) - masked(logprobs.detach(), valid)).clamp(-clamp, clamp)
     return torch.where(valid, discounted_sums(difference_BT.double(), discount), 0.0).float()
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked, per_token
-from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, positive, same_shape
+from penstock.algorithms.checks import checked_mask, describe, non_negative, positive, same_shape
 from penstock.algorithms.corrections import CORRECTIONS, Correction, none
 from penstock.algorithms.graph.loss import aggregated
 from penstock.algorithms.graph.stage import name_of
@@ -89,9 +89,7 @@ def policy_loss(
     formula, weigh = SURROGATES.find(surrogate), CORRECTIONS.find(correction)
     formula_options = checked_options(formula, surrogate_options, "algorithm.surrogate_options")
     weigh_options = checked_options(weigh, correction_options, "algorithm.correction_options")
-    has_axes("logprobs", logprobs, "BT")
-    same_shape(logprobs, "logprobs", mask=mask, behavior_logprobs=behavior_logprobs, old_logprobs=old_logprobs)
-    valid = as_mask(mask)
+    valid = checked_mask("logprobs", logprobs, mask, behavior_logprobs=behavior_logprobs, old_logprobs=old_logprobs)
     new, behavior = masked(logprobs, valid), masked(behavior_logprobs, valid).detach()
     if proximal == "old":
         anchor = behavior if weigh is none else masked(old_logprobs, valid).detach()
@@ -245,9 +243,8 @@ def sft_loss(logprobs: Tensor, mask: Tensor, totals: BatchTotals, *, aggregation
 
     `logprobs`, `mask`: `[B, T]`. Raises `ShapeError`, `ConfigError`.
     """
-    has_axes("logprobs", logprobs, "BT")
-    same_shape(logprobs, "logprobs", mask=mask)
-    loss = aggregate(-logprobs, mask, totals, aggregation)
+    valid = checked_mask("logprobs", logprobs, mask)
+    loss = aggregate(-logprobs, valid, totals, aggregation)
     return loss, {"loss": loss.detach()}
 
 
@@ -326,9 +323,7 @@ def value_loss(
     """
     if math.isnan(clip) or clip < 0:
         raise ConfigError(f"algorithm.value_clip={clip}: must be at least 0; infinity clips nothing.")
-    has_axes("values", values, "BT")
-    same_shape(values, "values", mask=mask, returns=returns, old_values=old_values)
-    valid = as_mask(mask)
+    valid = checked_mask("values", values, mask, returns=returns, old_values=old_values)
     new, target = masked(values, valid), masked(returns, valid).detach()
     old = masked(old_values, valid).detach()
     plain = (new - target).square()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from penstock.algorithms.aggregation import BatchTotals, in_float32, masked
-from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, positive, same_shape
+from penstock.algorithms.checks import checked_mask, describe, has_axes, non_negative, positive, same_shape
 from penstock.algorithms.losses import LossAndMetrics
 from penstock.conf.checks import within
 from penstock.conf.errors import ConfigError, ShapeError
@@ -119,10 +119,9 @@ def response_mask(logprobs: Tensor, mask: Tensor, **row_columns: Tensor) -> Tens
 
     `row_columns`: expected `[B]`. Raises `ShapeError`.
     """
-    has_axes("logprobs", logprobs, "BT")
-    same_shape(logprobs, "logprobs", mask=mask)
+    valid = checked_mask("logprobs", logprobs, mask)
     one_a_row(len(logprobs), **row_columns)
-    return as_mask(mask)
+    return valid
 
 
 def one_a_row(num_rows: int, **columns: Tensor) -> None:
