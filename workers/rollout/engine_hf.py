@@ -64,7 +64,7 @@ from penstock.workers.protocols import (
 )
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.named_adapters import check_adapter, check_whole, factors_of
-from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after, score_prompt
+from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after
 from penstock.workers.weights.checkpoint_form import CheckpointForm, check_model, nonfinite_weights
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.publication_files import MappedWeights
@@ -480,14 +480,13 @@ class HfEngine:
             call.prompt_ids, call.num_samples, call.sampling, call.pictures, is_over, stop_ids, call.topk_logprobs,
         )  # fmt: skip
         self._room(call.prompt_ids, call.sampling)
-        scores = PromptScores()
+        scores = PromptScores(call, self.model.config.get_text_config().vocab_size)
         if asks_of_prompt(call):
             inputs, _ = self._inputs(request)
-            scores = score_prompt(self.model(**inputs).logits[0], call)
+            scores.fill(self.model(**inputs).logits[0])
             if self._recorder is not None:
                 self._recorder.take()
-        samples = [response.sampled(call.topk_logprobs) for response in self._responses(request)]
-        return SampleOutput(samples, scores.logprobs, scores.top, scores.targets)
+        return scores.output([response.sampled(call.topk_logprobs) for response in self._responses(request)])
 
     def _inputs(self, request: Request) -> tuple[dict[str, torch.Tensor], SeenPrompt | None]:
         """Arguments of the forward pass of the prompt, and what is seen in it."""

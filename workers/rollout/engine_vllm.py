@@ -31,7 +31,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -61,7 +61,7 @@ from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.models.routed_experts import RoutingShape
 from penstock.workers.pictures.families import Family
-from penstock.workers.pictures.processor import Features, PictureProcessor, check_seen, hash_of
+from penstock.workers.pictures.processor import PictureProcessor, check_seen, hash_of
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import (
     WHOLE,
@@ -83,8 +83,6 @@ from penstock.workers.weights.publication.publication_files import MappedWeights
 from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
 T = TypeVar("T")
-Parameters = Callable[[Sequence[int]], Any]
-"""Function that makes vLLM's parameters of a request, from the tokens that are never sampled."""
 PHASE_KEY, START_KEY = "weights.phase_timeout_s", "rollout.start_timeout_s"
 WARMUP_SAMPLES = 8
 WARMUP_TOKENS = 4
@@ -164,7 +162,7 @@ class VllmEngine:
         """Sample the responses to a prompt. Raises `PromptRefused` for a prompt that leaves no room for a response,
         `DataError` for another request that vLLM does not take, and for pictures that do not belong to the prompt or
         that the model cannot see, `WorkerDied` when the engine is gone."""
-        parameters = partial(sampling_params, num_samples, sampling, detokenizer=self._detokenizer)
+        parameters = sampling_params(num_samples, sampling, self._banned, self._detokenizer)
         output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
         finished = partial(completion_of, detokenized=bool(sampling.stop), routing=self._routing)
         return [finished(sample, self._detokenizer) for sample in outputs_of(output, num_samples)]
@@ -175,16 +173,17 @@ class VllmEngine:
         self.check_alive()
         vocabulary = self.llm.model_config.get_vocab_size()
         check_call(call, vocabulary)
-        ask = SampleAsker(call, vocabulary, self.llm.vllm_config.use_v2_model_runner, self._detokenizer)
-        scores, output = PromptScores(), None
+        chooses = self.llm.vllm_config.use_v2_model_runner
+        request = VllmRequest(call, vocabulary, chooses, self._banned, self._detokenizer)
+        scores, output = PromptScores(call, vocabulary), None
         async with self._adapter_in_use(adapter) as lora:
             answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
             if asks_of_prompt(call):
-                output = await answer(ask.scored)
-                scores = ask.scores_of(output)
+                output = await answer(request.scored())
+                request.fill(scores, output)
             if output is None or call.num_samples > 1:
-                output = await answer(ask.samples)
-        return SampleOutput(ask.sampled(output), scores.logprobs, scores.top, scores.targets)
+                output = await answer(request.samples(call.num_samples))
+        return scores.output([request.sampled(sample) for sample in outputs_of(output, call.num_samples)])
 
     @asynccontextmanager
     async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
@@ -298,7 +297,7 @@ class VllmEngine:
         await self.llm.update_weight_version(str(self._version))
 
     def _build(self) -> None:
-        """Start them. Raises `ResourceError`, and `ModelError` for weights that are not the model's."""
+        """Start vLLM's processes. Raises `ResourceError`, and `ModelError` for weights that are not the model's."""
         others = multiprocessing.active_children()
         with self._output.captured(), vllm_environment(self._spec):
             from vllm import AsyncEngineArgs
@@ -331,20 +330,20 @@ class VllmEngine:
 
     # Generation
 
+    @property
+    def _banned(self) -> Sequence[int]:
+        """Tokens that are never sampled."""
+        return () if self._pictures is None else self._pictures.token_ids
+
     async def _prompt(self, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
         """vLLM's form of a prompt. Features of pictures are computed in a thread."""
         check_seen(self._pictures, pictures, self._config.max_pictures, self._spec.model_path)
         if self._pictures is None:
             return {"prompt_token_ids": prompt_ids}
-        return await asyncio.to_thread(prompt_of, self._pictures, prompt_ids, pictures)
+        return await asyncio.to_thread(picture_prompt, self._pictures, prompt_ids, pictures)
 
     async def _answer(
-        self,
-        prompt_ids: Sequence[int],
-        pictures: PromptPictures | None,
-        parameters: Parameters,
-        lora: Any,
-        priority: int,
+        self, prompt_ids: Sequence[int], pictures: PromptPictures | None, parameters: Any, lora: Any, priority: int
     ) -> Any:
         """vLLM's output for one request, once the engine is awake and loads nothing."""
         self.check_alive()
@@ -362,16 +361,15 @@ class VllmEngine:
         self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         return output
 
-    async def _request(self, prompt: Any, parameters: Parameters, lora: Any, priority: int) -> Any:
+    async def _request(self, prompt: Any, parameters: Any, lora: Any, priority: int) -> Any:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request_id = str(next(self._request_ids))
         output = None
         try:
-            banned = () if self._pictures is None else self._pictures.token_ids
             async for latest in self.llm.generate(
-                prompt, parameters(banned), request_id=request_id, lora_request=lora, priority=priority
+                prompt, parameters, request_id=request_id, lora_request=lora, priority=priority
             ):
                 output = latest
         except EngineDeadError as error:
@@ -414,7 +412,6 @@ class VllmEngine:
     async def _exchange(self, delivery: Delivery, mapped: MappedWeights | None) -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`. vLLM is
         paused already while it sleeps, and goes on when it wakes."""
-        version = str(delivery.version)
         paused = self.num_in_flight > 0 and (self._awake.is_set() or not shares_gpu(self._config))
         if paused:
             await self._pause(delivery)
@@ -428,15 +425,14 @@ class VllmEngine:
             if paused:
                 await self._resume(delivery)
             raise
-        try:
+        with self._breaking():
             async with self._loaded(delivery, mapped):
                 await self._finish(delivery)
                 served = await self._phase(delivery, "version", self.llm.get_weight_version())
-                if served != version:
-                    raise WeightError(f"weight sync to version {version}: the engine says it serves {served!r}.")
-        except PenstockError as error:
-            self._broken = str(error)
-            raise
+                if served != str(delivery.version):
+                    raise WeightError(
+                        f"weight sync to version {delivery.version}: the engine says it serves {served!r}."
+                    )
         if paused:
             await self._resume(delivery)
         self._version = delivery.version
@@ -482,8 +478,14 @@ class VllmEngine:
             raise
 
     async def _resume(self, delivery: Delivery) -> None:
-        try:
+        with self._breaking():
             await self._phase(delivery, "resume", self.llm.resume_generation())
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Mark the engine broken where the block fails."""
+        try:
+            yield
         except PenstockError as error:
             self._broken = str(error)
             raise
@@ -552,30 +554,32 @@ class VllmEngine:
 
 
 @dataclass(frozen=True)
-class SampleAsker:
-    """One call, as vLLM is asked it."""
+class VllmRequest:
+    """A call for samples in vLLM's terms."""
 
     call: SampleCall
     vocabulary: int
     chooses: bool
     """True if the engine can score tokens of a prompt that it is told (vLLM's second model runner, which needs
     Triton)."""
-    detokenizer: Detokenizer = NO_TOKENIZER
+    banned: Sequence[int]
+    """Tokens that are never sampled."""
+    detokenizer: Detokenizer
 
-    def samples(self, banned: Sequence[int], num_samples: int | None = None) -> Any:
-        """vLLM's parameters for the samples. `banned`: tokens that are never sampled."""
-        made = sampling_params(num_samples or self.call.num_samples, self.call.sampling, banned, self.detokenizer)
+    def samples(self, num_samples: int) -> Any:
+        """vLLM's parameters for the samples."""
+        made = sampling_params(num_samples, self.call.sampling, self.banned, self.detokenizer)
         made.stop_token_ids = sorted({*self.call.stop_ids, *made.stop_token_ids})
         made.logprobs = min(self.call.topk_logprobs, self.vocabulary)
         return made
 
-    def scored(self, banned: Sequence[int]) -> Any:
+    def scored(self) -> Any:
         """vLLM's parameters for the scores of the prompt: with the sample, if it is the only one, otherwise with one
         token. Raises `DataError`."""
         call, ids = self.call, self.call.target_prompt_ids
         if call.num_samples > 1:
             call = replace(call, sampling=replace(call.sampling, max_tokens=1))
-        made = replace(self, call=call).samples(banned, 1)
+        made = replace(self, call=call).samples(1)
         made.skip_reading_prefix_cache = True
         if call.prompt_logprobs or call.topk_prompt_logprobs:
             made.prompt_logprobs = min(call.topk_prompt_logprobs, self.vocabulary)
@@ -593,32 +597,22 @@ class SampleAsker:
             )
         return made
 
-    def scores_of(self, output: Any) -> PromptScores:
-        """What vLLM says of the prompt. It has for each position the token itself, then the likeliest ones."""
-        call, ids, flat = self.call, self.call.target_prompt_ids, output.prompt_logprobs
-        num_tokens, num_top = len(call.prompt_ids), min(call.topk_prompt_logprobs, self.vocabulary)
-        chosen = np.full(num_tokens, np.nan, np.float32)
-        top_ids, top = np.zeros((num_tokens, num_top), np.int32), np.zeros((num_tokens, num_top), np.float32)
-        targets = None if ids is None else np.zeros(ids.shape, np.float32)
-        for position in range(1, num_tokens if flat is not None else 0):
+    def fill(self, scores: PromptScores, output: Any) -> None:
+        """Fill in vLLM's scores of the prompt: for each position the token itself, then the likeliest ones."""
+        ids, flat = scores.target_ids, output.prompt_logprobs
+        for position in range(1, len(scores.logprobs) if flat is not None else 0):
             first, end = flat.start_indices[position], flat.end_indices[position]
-            chosen[position] = flat.logprobs[first]
-            top_ids[position] = flat.token_ids[first + 1 : first + 1 + num_top]
-            top[position] = flat.logprobs[first + 1 : first + 1 + num_top]
-            if ids is not None and targets is not None and not self.chooses:
+            top = slice(first + 1, first + 1 + scores.num_top)
+            scores.logprobs[position] = flat.logprobs[first]
+            scores.top_ids[position], scores.top_logprobs[position] = flat.token_ids[top], flat.logprobs[top]
+            if ids is not None and scores.targets is not None and not self.chooses:
                 every = np.zeros(self.vocabulary, np.float32)
                 every[flat.token_ids[first + 1 : end]] = flat.logprobs[first + 1 : end]
-                targets[position - 1] = np.where(ids[position - 1] < 0, 0, every[ids[position - 1]])
+                scores.targets[position - 1] = np.where(ids[position - 1] < 0, 0, every[ids[position - 1]])
         if ids is not None and ids.size and self.chooses:
-            targets = np.where(ids < 0, np.float32(0), output.prompt_token_id_logprobs)
-        return PromptScores(
-            chosen if call.prompt_logprobs else None, TopTokens(top_ids, top) if num_top else None, targets
-        )  # fmt: skip
+            scores.targets = np.where(ids < 0, np.float32(0), output.prompt_token_id_logprobs)
 
-    def sampled(self, output: Any) -> list[SampledTokens]:
-        return [self.sampled_of(sample) for sample in outputs_of(output, self.call.num_samples)]
-
-    def sampled_of(self, sample: Any) -> SampledTokens:
+    def sampled(self, sample: Any) -> SampledTokens:
         """One sample of a request, with the likeliest tokens at each of its positions."""
         flat, length, num_top = sample.logprobs, len(sample.token_ids), min(self.call.topk_logprobs, self.vocabulary)
         logprobs = [flat.logprobs[start] for start in flat.start_indices]
@@ -694,17 +688,13 @@ def sampled_so_far(processor: Any) -> Sampled:
     return Sampled(num_tokens + sum(len(sample.token_ids) for sample in done), len(samples))
 
 
-def prompt_of(processor: PictureProcessor, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
-    """A prompt, with the features of its pictures if it has any. Raises `DataError` where they do not belong
-    together."""
-    features = processor.checked_features(prompt_ids, pictures)
+def picture_prompt(processor: PictureProcessor, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
+    """A prompt with the features of its pictures, if it has any, as vLLM's engine takes it. vLLM gets expanded tokens,
+    features and places, and processes nothing: what the trainer reads is what it has read. A picture's hash stands for
+    it in its caches. Raises `DataError` where tokens and pictures do not belong together."""
+    features, family = processor.checked_features(prompt_ids, pictures), processor.family
     if features is None or pictures is None:
         return {"prompt_token_ids": prompt_ids}
-    return picture_prompt(processor.family, prompt_ids, pictures, features)
-
-
-def picture_prompt(family: Family, prompt_ids: list[int], pictures: PromptPictures, features: Features) -> Any:
-    """The prompt as vLLM's engine takes it. A picture's hash stands for it in its caches."""
     import torch
     from vllm.inputs import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange

@@ -138,7 +138,7 @@ class VllmAdapterEngine(VllmEngine):
 class AdapterFolder:
     """Versions of the adapter as directories of PEFT's form, which vLLM reads.
 
-    Copies, since files of publications are written again (`weights/publication/reused_files.py`), while vLLM may read
+    Copies, since files of publications are written again (`publication_files.py`), while vLLM may read
     an adapter whenever a request names it.
     """
 

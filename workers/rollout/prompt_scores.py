@@ -1,32 +1,21 @@
-"""What engines do with prompts, beside reading them: check them and what is asked of them, and score their tokens from
-the logits of one forward pass.
+"""Calls for samples: the checks that engines share, and the log-probabilities of the prompt's own tokens.
 
-Legend: P tokens of the prompt, V vocabulary, K tokens that are told of at a position.
+Legend: P tokens of the prompt, V vocabulary, K tokens at a position, R positions computed at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.conf.errors import DataError, PromptRefused
-from penstock.workers.protocols import SampleCall, TopTokens
+from penstock.workers.protocols import SampleCall, SampledTokens, SampleOutput, TopTokens
 
 if TYPE_CHECKING:
     import torch
 
 ROWS = 512
 """Positions whose log-probabilities are computed at once: `ROWS * V` float32 are in memory."""
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """See `SampleOutput`; None for what was not asked for."""
-
-    logprobs: np.ndarray | None = None
-    top: TopTokens | None = None
-    targets: np.ndarray | None = None
 
 
 def room_after(prompt_ids: Sequence[int], max_model_len: int) -> int:
@@ -65,28 +54,38 @@ def check_call(call: SampleCall, vocabulary: int) -> None:
             raise DataError(f"target_prompt_ids: has tokens outside of the model's vocabulary of {vocabulary}.")
 
 
-def score_prompt(logits_PV: "torch.Tensor", call: SampleCall) -> PromptScores:
-    """Compute what is asked for. `logits_PV`: at each token of the prompt, for the next one."""
-    import torch
+class PromptScores:
+    """Log-probabilities of the tokens of a prompt, which an engine fills in where the call asks for them; see
+    `SampleOutput`."""
 
-    num_tokens, num_top = len(call.prompt_ids), min(call.topk_prompt_logprobs, logits_PV.shape[-1])
-    chosen = np.full(num_tokens, np.nan, np.float32)
-    top_ids, top = np.zeros((num_tokens, num_top), np.int32), np.zeros((num_tokens, num_top), np.float32)
-    ids = call.target_prompt_ids
-    targets = None if ids is None else np.zeros(ids.shape, np.float32)
-    next_P1 = torch.tensor([*call.prompt_ids[1:]], device=logits_PV.device)[:, None]
-    for first in range(0, num_tokens - 1, ROWS):
-        rows = slice(first, min(first + ROWS, num_tokens - 1))
-        after = slice(rows.start + 1, rows.stop + 1)
-        logprobs_RV = logits_PV[rows].float().log_softmax(-1)
-        chosen[after] = logprobs_RV.gather(-1, next_P1[rows])[:, 0].cpu().numpy()
-        if num_top:
-            best = logprobs_RV.topk(num_top, -1)
-            top_ids[after], top[after] = best.indices.cpu().numpy(), best.values.cpu().numpy()
-        if ids is not None and targets is not None:
-            ids_RK = torch.from_numpy(ids[rows].astype(np.int64)).to(logprobs_RV.device)
-            values_RK = logprobs_RV.gather(-1, ids_RK.clamp_min(0))
-            targets[rows] = values_RK.masked_fill(ids_RK < 0, 0.0).cpu().numpy()
-    return PromptScores(
-        chosen if call.prompt_logprobs else None, TopTokens(top_ids, top) if num_top else None, targets
-    )  # fmt: skip
+    def __init__(self, call: SampleCall, vocabulary: int) -> None:
+        self._call, self.target_ids = call, call.target_prompt_ids
+        self.num_top = min(call.topk_prompt_logprobs, vocabulary)
+        shape = (len(call.prompt_ids), self.num_top)
+        self.logprobs = np.full(shape[0], np.nan, np.float32)
+        self.top_ids, self.top_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        self.targets = None if self.target_ids is None else np.zeros(self.target_ids.shape, np.float32)
+
+    def fill(self, logits_PV: "torch.Tensor") -> None:
+        """Compute all scores. `logits_PV`: at each token of the prompt, for the next one."""
+        import torch
+
+        num_tokens, ids = len(self.logprobs), self.target_ids
+        next_P1 = torch.tensor([*self._call.prompt_ids[1:]], device=logits_PV.device)[:, None]
+        for first in range(0, num_tokens - 1, ROWS):
+            rows = slice(first, min(first + ROWS, num_tokens - 1))
+            after = slice(rows.start + 1, rows.stop + 1)
+            logprobs_RV = logits_PV[rows].float().log_softmax(-1)
+            self.logprobs[after] = logprobs_RV.gather(-1, next_P1[rows])[:, 0].cpu().numpy()
+            if self.num_top:
+                best = logprobs_RV.topk(self.num_top, -1)
+                self.top_ids[after], self.top_logprobs[after] = best.indices.cpu().numpy(), best.values.cpu().numpy()
+            if ids is not None and self.targets is not None:
+                ids_RK = torch.from_numpy(ids[rows].astype(np.int64)).to(logprobs_RV.device)
+                values_RK = logprobs_RV.gather(-1, ids_RK.clamp_min(0))
+                self.targets[rows] = values_RK.masked_fill(ids_RK < 0, 0.0).cpu().numpy()
+
+    def output(self, samples: list[SampledTokens]) -> SampleOutput:
+        """The answer to the call: these samples, and the scores that it asks for."""
+        top = TopTokens(self.top_ids, self.top_logprobs) if self.num_top else None
+        return SampleOutput(samples, self.logprobs if self._call.prompt_logprobs else None, top, self.targets)
