@@ -161,7 +161,7 @@ def _load(overrides: Sequence[str]) -> Any:
     return load_config(overrides)
 
 
-def _planned(overrides: Sequence[str], config: Any) -> tuple[list[str], Any]:
+def _with_plan(overrides: Sequence[str], config: Any) -> tuple[list[str], Any]:
     """Plan a run for the cluster's GPUs. Returns its overrides with those of the plan, and their configuration."""
     if config.plan != "auto" or not config.trainer.num_gpus_per_rank:
         return list(overrides), config
@@ -173,7 +173,7 @@ def _planned(overrides: Sequence[str], config: Any) -> tuple[list[str], Any]:
     return words, _load(words)
 
 
-def _begin(text: str) -> None:
+def _announce(text: str) -> None:
     """Print what a command does before its imports, which may take a minute on a busy machine."""
     print(text, flush=True)
 
@@ -192,8 +192,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from penstock.orchestrator.recovery.retries import run_with_retries
 
         return run_with_retries(arguments.overrides, arguments.retries)
-    words, config = _planned(arguments.overrides, written)
-    _begin(CHECKS)
+    words, config = _with_plan(arguments.overrides, written)
+    _announce(CHECKS)
     # Late: the configuration is in order, so it may take seconds.
     from penstock.orchestrator.observability.reporting.closing import print_summary
     from penstock.orchestrator.run import run
@@ -211,8 +211,8 @@ def _run(arguments: argparse.Namespace) -> int:
 )  # fmt: skip
 def _validate(arguments: argparse.Namespace) -> int:
     written = _load(arguments.overrides)
-    _begin(CHECKS)
-    _, config = _planned(arguments.overrides, written)
+    _announce(CHECKS)
+    _, config = _with_plan(arguments.overrides, written)
     from rich.console import Console
 
     from penstock.orchestrator.configuration.validate import validate_run
@@ -235,7 +235,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     need_extra("serve", "penstock serve")
     config = _load([*SERVED, *arguments.overrides] if arguments.overrides else [])
-    _begin("starting the server: its address follows once engines and ranks are there")
+    _announce("starting the server: its address follows once engines and ranks are there")
     from rich.console import Console
 
     from penstock.serve.command import serve
@@ -314,13 +314,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
     "again goes on where it was.",
 )  # fmt: skip
 def _sweep(arguments: argparse.Namespace) -> int:
-    _begin("reading the runs of the sweep")
+    _announce("reading the runs of the sweep")
     from rich.console import Console
 
     from penstock.orchestrator.configuration.sweep import Sweep, jobs_for, points_of
 
     points = points_of(arguments.overrides)
-    jobs = jobs_for(points, lambda words: _planned(words, _load(words))[0])
+    jobs = jobs_for(points, lambda words: _with_plan(words, _load(words))[0])
     recipe = next((word.partition("=")[2] for word in arguments.overrides if word.startswith("recipe=")), "runs")
     directory = Path(arguments.directory or f"sweeps/{Path(recipe).name}")
     return Sweep(points, directory, arguments.jobs or jobs, Console()).run()

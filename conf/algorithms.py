@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import POSITIVE, above, at_least, check_bounds, one_of, within
 from penstock.conf.errors import ConfigError
 
 MEANS = ("token_mean", "sequence_mean", "sequence_sum")
@@ -69,9 +69,7 @@ class GrpoConfig(AlgorithmConfig):
     """Largest importance weight."""
 
     def __post_init__(self) -> None:
-        at_least("algorithm.group_size", self.group_size, 1)
-        for key in ("clip_low", "clip_high", "kl_coef", "correction_cap"):
-            at_least(f"algorithm.{key}", getattr(self, key), 0)
+        check_bounds(self, "algorithm", group_size=1, clip_low=0, clip_high=0, kl_coef=0, correction_cap=0)
         one_of("algorithm.aggregation", self.aggregation, MEANS)
         one_of("algorithm.correction", self.correction, CORRECTIONS)
 
@@ -139,12 +137,11 @@ class PolicyGradientConfig(AlgorithmConfig):
     """Reward that a response of the longest length loses."""
 
     def __post_init__(self) -> None:
-        at_least("algorithm.group_size", self.group_size, 1)
-        for key in (
-            "kl_coef", "kl_target", "kl_gain", "entropy_coef", "constant_tokens", "overlong_tokens", "overlong_limit",
-            "overlong_penalty",
-        ):  # fmt: skip
-            at_least(f"algorithm.{key}", getattr(self, key), 0)
+        check_bounds(
+            self, "algorithm",
+            group_size=1, kl_coef=0, kl_target=0, kl_gain=0, entropy_coef=0, constant_tokens=0, overlong_tokens=0,
+            overlong_limit=0, overlong_penalty=0,
+        )  # fmt: skip
         one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
         one_of("algorithm.advantage_per", self.advantage_per, UNITS)
         one_of("algorithm.kl_in", self.kl_in, KL_PLACES)
@@ -260,14 +257,14 @@ class PpoConfig(AlgorithmConfig):
     """Policy that the ratio is taken against: see `PolicyGradientConfig`."""
 
     def __post_init__(self) -> None:
-        at_least("algorithm.group_size", self.group_size, 1)
-        for key in ("clip_low", "clip_high", "value_clip", "kl_coef", "kl_target", "kl_gain"):
-            at_least(f"algorithm.{key}", getattr(self, key), 0)
+        check_bounds(
+            self, "algorithm",
+            group_size=1, clip_low=0, clip_high=0, value_clip=0, kl_coef=0, kl_target=0, kl_gain=0, gamma=(0, 1),
+            lam=(0, 1),
+        )  # fmt: skip
         one_of("algorithm.proximal", self.proximal, PROXIMALS)
         if self.kl_target:
             above("algorithm.kl_coef", self.kl_coef, 0)  # what a factor moves must not start at 0
-        within("algorithm.gamma", self.gamma, 0, 1)
-        within("algorithm.lam", self.lam, 0, 1)
 
 
 @dataclass
@@ -288,9 +285,7 @@ class DpoConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         one_of("algorithm.loss", self.loss, PAIR_LOSSES)
-        above("algorithm.beta", self.beta, 0)
-        within("algorithm.label_smoothing", self.label_smoothing, 0, 0.5)
-        at_least("algorithm.target_margin", self.target_margin, 0)
+        check_bounds(self, "algorithm", target_margin=0, beta=POSITIVE, label_smoothing=(0, 0.5))
         self._check_group_size()
 
     def _check_group_size(self) -> None:
@@ -324,8 +319,7 @@ class RewardModelConfig(AlgorithmConfig):
     """Coefficient of a term that keeps the sum of a pair's scores near 0 (2312.09244). 0: off; 0.01 is usual."""
 
     def __post_init__(self) -> None:
-        within("algorithm.group_size", self.group_size, 2, 2)
-        at_least("algorithm.centering_coef", self.centering_coef, 0)
+        check_bounds(self, "algorithm", centering_coef=0, group_size=(2, 2))
 
 
 @dataclass
@@ -346,9 +340,7 @@ class KtoConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         self._check_group_size()
-        above("algorithm.beta", self.beta, 0)
-        at_least("algorithm.desirable_weight", self.desirable_weight, 0)
-        at_least("algorithm.undesirable_weight", self.undesirable_weight, 0)
+        check_bounds(self, "algorithm", desirable_weight=0, undesirable_weight=0, beta=POSITIVE)
 
     def _check_group_size(self) -> None:
         within("algorithm.group_size", self.group_size, 1, 1)
@@ -398,11 +390,8 @@ class DistillConfig(AlgorithmConfig):
     """Mean over the batch: token_mean, sequence_mean or sequence_sum, as for algorithm=grpo."""
 
     def __post_init__(self) -> None:
-        at_least("algorithm.group_size", self.group_size, 1)
-        at_least("algorithm.candidates", self.candidates, 0)
+        check_bounds(self, "algorithm", group_size=1, candidates=0, beta=(0, 1), discount=(0, 1))
         one_of("algorithm.divergence", self.divergence, DIVERGENCES)
-        within("algorithm.beta", self.beta, 0, 1)
-        within("algorithm.discount", self.discount, 0, 1)
         one_of("algorithm.aggregation", self.aggregation, MEANS)
 
 

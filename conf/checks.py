@@ -20,6 +20,9 @@ EXTRAS: Mapping[str, Collection[str]] = {
 }
 """Modules that an extra of pyproject.toml brings, and that something cannot do without, by the extra."""
 
+POSITIVE = 0.0
+"""Bound of a field that must be greater than 0."""
+
 
 def _is_open(value: object) -> bool:
     """Return True for `???` and `${...}`, which Hydra leaves in a dataclass until it is resolved: nothing to check
@@ -47,6 +50,21 @@ def above(key: str, value: Any, low: float) -> None:
 def within(key: str, value: Any, low: float, high: float) -> None:
     if not _is_open(value) and not low <= value <= high:
         raise ConfigError(f"{key}={value}: must lie between {low} and {high}.")
+
+
+def check_bounds(section: object, name: str, /, **bounds: float | str | tuple[float, float]) -> None:
+    """Check fields of a section that is called `name`: against the least value, `POSITIVE`, or the least and the
+    largest. A field that is `null` has no bound."""
+    for field, bound in bounds.items():
+        key, value = f"{name}.{field}", getattr(section, field)
+        if value is None:
+            continue
+        if isinstance(bound, tuple):
+            within(key, value, *bound)
+        elif isinstance(bound, str):
+            above(key, value, 0)
+        else:
+            at_least(key, value, bound)
 
 
 def one_of(key: str, value: str, names: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import above, at_least
+from penstock.conf.checks import POSITIVE, at_least, check_bounds
 from penstock.conf.errors import ConfigError, suggest
 
 PLACED_ROLES = ("trainer", "scorer", "rollout", "reward", "compute")
@@ -59,15 +59,13 @@ class ClusterConfig:
     once for the whole fleet."""
 
     def __post_init__(self) -> None:
-        at_least("cluster.cpus_per_worker", self.cpus_per_worker, 0)
-        at_least("cluster.object_store_mib", self.object_store_mib, 80)
-        above("cluster.shutdown_timeout_s", self.shutdown_timeout_s, 0)
-        above("cluster.files_timeout_s", self.files_timeout_s, 0)
-        at_least("cluster.wait_s", self.wait_s, 0)
+        check_bounds(
+            self, "cluster",
+            cpus_per_worker=0, object_store_mib=80, wait_s=0, shutdown_timeout_s=POSITIVE, files_timeout_s=POSITIVE,
+            gpu_memory_gib=POSITIVE,
+        )  # fmt: skip
         if self.ports is not None and (len(self.ports) != 2 or not 0 < self.ports[0] <= self.ports[1] < 65536):
             raise ConfigError(f"cluster.ports={self.ports}: write the first and the last port, such as [20000,20099].")
-        if self.gpu_memory_gib is not None:
-            above("cluster.gpu_memory_gib", self.gpu_memory_gib, 0)
         for key in ("num_cpus", "num_gpus"):
             if getattr(self, key) is not None:
                 at_least(f"cluster.{key}", getattr(self, key), 0)

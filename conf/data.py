@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.conf.checks import AUTO, above, at_least, one_of, within
+from penstock.conf.checks import AUTO, above, at_least, check_bounds, one_of
 from penstock.conf.errors import ConfigError
 
 ENVIRONMENT = "environment"
@@ -92,8 +92,7 @@ class CurriculumConfig:
     are drawn."""
 
     def __post_init__(self) -> None:
-        within("data.curriculum.floor", self.floor, 0, 1)
-        at_least("data.curriculum.memory", self.memory, 1)
+        check_bounds(self, "data.curriculum", memory=1, floor=(0, 1))
 
 
 @dataclass
@@ -175,9 +174,7 @@ class DataConfig:
         one_of("data.too_long", self.too_long, ("error", "skip"))
         one_of("data.no_answer", self.no_answer, ("error", "skip"))
         one_of("data.on_change", self.on_change, ("restart", "error", "continue"))
-        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
-        if self.size is not None:
-            at_least("data.size", self.size, 1)
+        check_bounds(self, "data", max_prompt_tokens=1, size=1)
 
 
 @dataclass
@@ -234,11 +231,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         one_of("evaluation.overlap", self.overlap, ("drop", "allow"))
-        at_least("evaluation.every_steps", self.every_steps, 0)
-        at_least("evaluation.num_problems", self.num_problems, 1)
-        at_least("evaluation.num_samples", self.num_samples, 0)
-        if self.stop_at_accuracy is not None:
-            within("evaluation.stop_at_accuracy", self.stop_at_accuracy, 0, 1)
+        check_bounds(self, "evaluation", every_steps=0, num_problems=1, num_samples=0, stop_at_accuracy=(0, 1))
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "heldout":
                 raise ConfigError(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.conf.checks import AUTO, above, at_least, auto_or_number, within
+from penstock.conf.checks import AUTO, POSITIVE, above, auto_or_number, check_bounds
 
 MISMATCH, MISMATCH_EXACT = 0.1, 1e-4
 
@@ -58,17 +58,15 @@ class DiagnosisConfig:
     """Share of the time, above which evaluation is reported as expensive."""
 
     def __post_init__(self) -> None:
-        at_least("diagnosis.window", self.window, 2)
-        for key in (
-            "cut_off_share", "entropy_share", "dropped_share", "filtered_share", "engine_share", "padding_share",
-            "idle_share", "evaluation_share",
-        ):  # fmt: skip
-            within(f"diagnosis.{key}", getattr(self, key), 0.0, 1.0)
-        at_least("diagnosis.rank_slowdown", self.rank_slowdown, 1)
+        check_bounds(
+            self, "diagnosis",
+            window=2, rank_slowdown=1, mismatch_growth=POSITIVE, kl=POSITIVE, grad_norm_growth=POSITIVE,
+            stall_factor=POSITIVE, stall_least_s=POSITIVE, cut_off_share=(0.0, 1.0), entropy_share=(0.0, 1.0),
+            dropped_share=(0.0, 1.0), filtered_share=(0.0, 1.0), engine_share=(0.0, 1.0), padding_share=(0.0, 1.0),
+            idle_share=(0.0, 1.0), evaluation_share=(0.0, 1.0),
+        )  # fmt: skip
         if not auto_or_number("diagnosis.mismatch", self.mismatch):
             above("diagnosis.mismatch", self.mismatch, 0)
-        for key in ("mismatch_growth", "kl", "grad_norm_growth", "stall_factor", "stall_least_s"):
-            above(f"diagnosis.{key}", getattr(self, key), 0)
 
     def largest_mismatch(self, *, is_exact: bool) -> float:
         """Largest difference that is none. `is_exact`: rounding in float32 alone should make one."""

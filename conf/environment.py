@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import POSITIVE, check_bounds, one_of, within
 
 OLD_TURNS = ("refuse", "context")
 SAMPLING = ("run", "client")
@@ -77,15 +77,11 @@ class SandboxConfig:
     """Number of executions at once. Each worker keeps an interpreter ready inside its fence (about 15 MiB)."""
 
     def __post_init__(self) -> None:
-        above("sandbox.cpu_s", self.cpu_s, 0)
-        above("sandbox.wall_s", self.wall_s, 0)
-        at_least("sandbox.memory_mib", self.memory_mib, 64)
-        at_least("sandbox.num_processes", self.num_processes, 1)
-        at_least("sandbox.file_mib", self.file_mib, 1)
-        at_least("sandbox.tmp_mib", self.tmp_mib, 1)
-        at_least("sandbox.tmp_files", self.tmp_files, 16)
-        above("sandbox.output_mib", self.output_mib, 0)
-        at_least("sandbox.num_workers", self.num_workers, 1)
+        check_bounds(
+            self, "sandbox",
+            memory_mib=64, num_processes=1, file_mib=1, tmp_mib=1, tmp_files=16, num_workers=1, cpu_s=POSITIVE,
+            wall_s=POSITIVE, output_mib=POSITIVE,
+        )  # fmt: skip
 
 
 @dataclass
@@ -134,10 +130,8 @@ class EnvironmentConfig:
 
     def __post_init__(self) -> None:
         one_of("environment.old_turns", self.old_turns, OLD_TURNS)
-        for key in ("num_workers", "max_attempts", "max_turns", "max_tokens", "tool_threads", "max_tool_characters"):
-            at_least(f"environment.{key}", getattr(self, key), 1)
-        for key in ("cpus_per_worker", "retries"):
-            at_least(f"environment.{key}", getattr(self, key), 0)
-        for key in ("timeout_s", "tool_timeout_s"):
-            above(f"environment.{key}", getattr(self, key), 0)
-        within("environment.max_error_share", self.max_error_share, 0, 1)
+        check_bounds(
+            self, "environment",
+            num_workers=1, max_attempts=1, max_turns=1, max_tokens=1, tool_threads=1, max_tool_characters=1,
+            cpus_per_worker=0, retries=0, timeout_s=POSITIVE, tool_timeout_s=POSITIVE, max_error_share=(0, 1),
+        )  # fmt: skip

@@ -4,7 +4,7 @@ again; and the checkpoints that it returns to.
 
 from dataclasses import dataclass
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import POSITIVE, check_bounds, one_of
 from penstock.conf.errors import ConfigError
 
 LONGEST_PAUSE_S = 60.0
@@ -87,22 +87,18 @@ class FaultsConfig:
     which answer is trained depends on time, so runs cannot be repeated exactly."""
 
     def __post_init__(self) -> None:
-        at_least("faults.max_restarts", self.max_restarts, 0)
-        above("faults.window_s", self.window_s, 0)
-        within("faults.pause_s", self.pause_s, 0, LONGEST_PAUSE_S)
-        at_least("faults.max_returns", self.max_returns, 0)
-        at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
-        at_least("faults.lease_s", self.lease_s, 0)
-        at_least("faults.preemption_s", self.preemption_s, 0)
+        check_bounds(
+            self, "faults",
+            max_restarts=0, max_returns=0, store_snapshot_s=0, lease_s=0, preemption_s=0, window_s=POSITIVE,
+            heartbeat_s=POSITIVE, heartbeat_timeout_s=POSITIVE, stall_s=POSITIVE, pause_s=(0, LONGEST_PAUSE_S),
+            partner_share=(0, 1),
+        )  # fmt: skip
         if self.straggler_factor and not self.straggler_factor > 1:
             raise ConfigError(
                 f"faults.straggler_factor={self.straggler_factor}: half of all groups take longer than the median. "
                 "Set it above 1, such as 3, or to 0 for off."
             )
         one_of("faults.keep_beside", self.keep_beside, KEPT_BESIDE)
-        within("faults.partner_share", self.partner_share, 0, 1)
-        for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):
-            above(f"faults.{key}", getattr(self, key), 0)
         if self.heartbeat_timeout_s <= self.heartbeat_s:
             raise ConfigError(
                 f"faults.heartbeat_timeout_s={self.heartbeat_timeout_s:g}: no answer can come in time, as members are "
@@ -129,7 +125,4 @@ class CheckpointConfig:
     """Deadline of writing one, and of reading one."""
 
     def __post_init__(self) -> None:
-        at_least("checkpoint.every_steps", self.every_steps, 0)
-        at_least("checkpoint.keep_last", self.keep_last, 1)
-        at_least("checkpoint.keep_every_steps", self.keep_every_steps, 0)
-        above("checkpoint.timeout_s", self.timeout_s, 0)
+        check_bounds(self, "checkpoint", every_steps=0, keep_last=1, keep_every_steps=0, timeout_s=POSITIVE)

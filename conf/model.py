@@ -9,7 +9,7 @@ the preset.
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import POSITIVE, check_bounds, one_of, within
 from penstock.conf.errors import ConfigError, ModelError
 
 TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template")
@@ -48,15 +48,14 @@ class FreshModelConfig:
     """Strings that are one token each besides the characters, e.g. the fixed words of the prompts."""
 
     def __post_init__(self) -> None:
-        for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
-            at_least(f"model.fresh.{key}", getattr(self, key), 1)
-        at_least("model.fresh.max_position_embeddings", self.max_position_embeddings, 16)
-        at_least("model.fresh.num_experts", self.num_experts, 0)
-        at_least("model.fresh.experts_per_token", self.experts_per_token, 1)
-        above("model.fresh.initializer_range", self.initializer_range, 0)
+        check_bounds(
+            self, "model.fresh",
+            num_layers=1, hidden_size=1, intermediate_size=1, num_heads=1, num_kv_heads=1,
+            max_position_embeddings=16, num_experts=0, experts_per_token=1, num_vision_layers=0,
+            initializer_range=POSITIVE,
+        )  # fmt: skip
         if self.num_experts:
             within("model.fresh.experts_per_token", self.experts_per_token, 1, self.num_experts)
-        at_least("model.fresh.num_vision_layers", self.num_vision_layers, 0)
         if self.num_vision_layers and self.num_experts:
             raise ConfigError("model.fresh: it has a vision tower or experts, not both. Set one of the numbers to 0.")
         if self.vision_hidden_size < 32 or self.vision_hidden_size % 32:

@@ -11,7 +11,7 @@ _LOG = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
-class Renamed:
+class NewName:
     """The present name of something, and until when its old one is taken."""
 
     name: str
@@ -19,14 +19,14 @@ class Renamed:
     """First version that refuses the old name."""
 
 
-KEYS: dict[str, Renamed] = {}
-"""Keys of the configuration by their old names, {trainer.groups: Renamed(trainer.groups_per_step, 0.4)}."""
-NAMES: dict[str, Renamed] = {}
+KEYS: dict[str, NewName] = {}
+"""Keys of the configuration by their old names, {trainer.groups: NewName(trainer.groups_per_step, 0.4)}."""
+NAMES: dict[str, NewName] = {}
 """Names of `import penstock` by their old ones."""
-METRICS: dict[str, Renamed] = {
-    "penstock_trainer_step_phase_seconds_sum": Renamed("penstock_trainer_step_phase_seconds_total", "0.4"),
-    "penstock_store_lease_wait_seconds_sum": Renamed("penstock_store_lease_wait_seconds_total", "0.4"),
-    "penstock_trainer_mismatch_nats": Renamed("penstock_step_mismatch_logprob_abs_mean", "0.4"),
+METRICS: dict[str, NewName] = {
+    "penstock_trainer_step_phase_seconds_sum": NewName("penstock_trainer_step_phase_seconds_total", "0.4"),
+    "penstock_store_lease_wait_seconds_sum": NewName("penstock_store_lease_wait_seconds_total", "0.4"),
+    "penstock_trainer_mismatch_nats": NewName("penstock_step_mismatch_logprob_abs_mean", "0.4"),
 }
 """Series of Prometheus by their old names."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.capabilities import ROLLOUT_ENGINES
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import POSITIVE, check_bounds, one_of
 from penstock.conf.rollout import RolloutConfig
 
 ENVIRONMENT_REWARD = "environment"
@@ -63,11 +63,11 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         one_of("reward.judge.engine", self.engine, [name for name, one in ROLLOUT_ENGINES.items() if one.has_model])
         one_of("reward.judge.dtype", self.dtype, ("float32", "bfloat16"))
-        at_least("reward.judge.num_gpus", self.num_gpus, 0)
-        at_least("reward.judge.max_model_len", self.max_model_len, 2)
-        at_least("reward.judge.max_concurrent_samples", self.max_concurrent_samples, 1)
-        above("reward.judge.kv_cache_gib", self.kv_cache_gib, 0)
-        within("reward.judge.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        check_bounds(
+            self, "reward.judge",
+            num_gpus=0, max_model_len=2, max_concurrent_samples=1, kv_cache_gib=POSITIVE,
+            gpu_memory_utilization=(0.01, 1.0),
+        )  # fmt: skip
 
     @property
     def rollout(self) -> RolloutConfig:
@@ -116,9 +116,8 @@ class RewardConfig:
     """Settings of the judge, with function=judge alone."""
 
     def __post_init__(self) -> None:
-        at_least("reward.num_workers", self.num_workers, 1)
-        at_least("reward.num_processes", self.num_processes, 1)
-        at_least("reward.cpus_per_worker", self.cpus_per_worker, 0)
-        above("reward.timeout_s", self.timeout_s, 0)
-        within("reward.max_error_share", self.max_error_share, 0, 1)
-        at_least("reward.error_window", self.error_window, 1)
+        check_bounds(
+            self, "reward",
+            num_workers=1, num_processes=1, cpus_per_worker=0, error_window=1, timeout_s=POSITIVE,
+            max_error_share=(0, 1),
+        )  # fmt: skip

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.capabilities import ROLLOUT_ENGINES, RolloutCapabilities
-from penstock.conf.checks import AUTO, above, at_least, auto_or_number, is_utf8, one_of, within
+from penstock.conf.checks import AUTO, POSITIVE, at_least, auto_or_number, check_bounds, is_utf8, one_of, within
 from penstock.conf.errors import ConfigError
 
 LIMITS = ("length", "turns", "tokens", "context", "time")
@@ -92,11 +92,11 @@ class SamplingConfig:
     """Give each sample a seed of its own, derived from the run's, the group's and its index."""
 
     def __post_init__(self) -> None:
-        within("rollout.sampling.temperature", self.temperature, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
-        within("rollout.sampling.top_p", self.top_p, 1e-6, 1.0)
-        within("rollout.sampling.top_k", self.top_k, 0, LARGEST_TOP_K)
-        within("rollout.sampling.min_p", self.min_p, 0.0, 1.0)
-        at_least("rollout.sampling.max_tokens", self.max_tokens, 1)
+        check_bounds(
+            self, "rollout.sampling",
+            max_tokens=1, temperature=(LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE), top_p=(1e-06, 1.0),
+            top_k=(0, LARGEST_TOP_K), min_p=(0.0, 1.0),
+        )  # fmt: skip
         if wrong := wrong_stops(self.stop):
             raise ConfigError(f"rollout.sampling.stop={self.stop!r:.100}: {wrong}")
 
@@ -120,8 +120,7 @@ class ScriptedConfig:
     """Seconds to load a version of the weights."""
 
     def __post_init__(self) -> None:
-        for key in ("latency_s", "tokens_per_s", "load_s"):
-            at_least(f"rollout.scripted.{key}", getattr(self, key), 0)
+        check_bounds(self, "rollout.scripted", latency_s=0, tokens_per_s=0, load_s=0)
 
 
 @dataclass
@@ -216,18 +215,14 @@ class RolloutConfig:
                     f"rollout.max_workers={self.max_workers}: rollout.num_workers={self.num_workers} is a number that "
                     "stays. Set rollout.num_workers=auto, or leave rollout.max_workers out."
                 )
-        at_least("rollout.drain_s", self.drain_s, 0)
-        within("rollout.max_error_share", self.max_error_share, 0, 1)
-        for key in ("tensor_parallel_size", "max_concurrent_samples"):
-            at_least(f"rollout.{key}", getattr(self, key), 1)
-        at_least("rollout.max_pictures", self.max_pictures, 0)
-        at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
-        at_least("rollout.num_threads", self.num_threads, 0)
-        at_least("rollout.max_model_len", self.max_model_len, 2)
+        check_bounds(
+            self, "rollout",
+            drain_s=0, tensor_parallel_size=1, max_concurrent_samples=1, max_pictures=0, num_gpus_per_worker=0,
+            num_threads=0, max_model_len=2, kv_cache_gib=POSITIVE, start_timeout_s=POSITIVE,
+            generate_timeout_s=POSITIVE, max_error_share=(0, 1),
+        )  # fmt: skip
         if not auto_or_number("rollout.gpu_memory_utilization", self.gpu_memory_utilization):
             within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
-        for key in ("kv_cache_gib", "start_timeout_s", "generate_timeout_s"):
-            above(f"rollout.{key}", getattr(self, key), 0)
 
     def _check_router_replay(self) -> None:
         """Refuse engines that cannot say which experts they chose."""

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from penstock.conf.algorithms import AlgorithmConfig, PolicyGradientConfig
-from penstock.conf.checks import above, at_least, check_numbers, one_of
+from penstock.conf.checks import POSITIVE, at_least, check_bounds, check_numbers, one_of
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import ENVIRONMENT, DataConfig, EvaluationConfig
 from penstock.conf.diagnosis import DiagnosisConfig
@@ -46,11 +46,10 @@ class StoreConfig:
     temporary directory."""
 
     def __post_init__(self) -> None:
-        at_least("store.window", self.window, 1)
-        at_least("store.max_bytes", self.max_bytes, 1)
-        at_least("store.shared_memory_mib", self.shared_memory_mib, 1)
-        at_least("store.inline_bytes", self.inline_bytes, 0)
-        above("store.lease_timeout_s", self.lease_timeout_s, 0)
+        check_bounds(
+            self, "store",
+            window=1, max_bytes=1, shared_memory_mib=1, inline_bytes=0, lease_timeout_s=POSITIVE,
+        )  # fmt: skip
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import at_least, within
+from penstock.conf.checks import at_least, check_bounds
 from penstock.conf.errors import ConfigError
 from penstock.conf.secret import Secret, reveal
 
@@ -100,18 +100,15 @@ class ServeConfig:
         return 0 if self.full else self.max_rank or None
 
     def __post_init__(self) -> None:
-        at_least("serve.max_rank", self.max_rank, 0)
+        check_bounds(
+            self, "serve",
+            max_rank=0, max_loaded=1, max_resident=1, snapshot_every=1, keep_results=1, keep_unnamed=1,
+            keep_sessions=1, max_body_mib=1, max_sampling=1, max_adapters=1, drain_s=0, port=(0, 65535),
+        )  # fmt: skip
         if self.full and self.max_rank:
             raise ConfigError(
                 f"serve.max_rank={self.max_rank}: with serve.full=true there are no adapters. Leave one of them out."
             )
-        for name in (
-            "max_loaded", "max_resident", "snapshot_every", "keep_results", "keep_unnamed", "keep_sessions",
-            "max_body_mib", "max_sampling", "max_adapters",
-        ):  # fmt: skip
-            at_least(f"serve.{name}", getattr(self, name), 1)
-        within("serve.port", self.port, 0, 65535)
-        at_least("serve.drain_s", self.drain_s, 0)
         for name in ("poll_s", "session_timeout_s", "gap_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"serve.{name}={getattr(self, name):g}: must be greater than 0.")

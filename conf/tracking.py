@@ -4,7 +4,7 @@ trackio. Their own environment variables hold wherever a key of theirs is null.
 
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.checks import POSITIVE, check_bounds, one_of
 from penstock.conf.errors import ConfigError
 from penstock.conf.secret import hide_url
 
@@ -98,8 +98,8 @@ class TrackingConfig:
             one_of("tracking.sinks", name, SINKS)
         if len(set(self.sinks)) < len(self.sinks):
             raise ConfigError(f"tracking.sinks={self.sinks}: a name is there twice.")
-        above("tracking.close_timeout_s", self.close_timeout_s, 0)
-        at_least("tracking.samples_every_steps", self.samples_every_steps, 0)
-        at_least("tracking.pictures_gib", self.pictures_gib, 0)
-        above("tracking.upload_every_s", self.upload_every_s, 0)
-        above("tracking.upload_timeout_s", self.upload_timeout_s, 0)
+        check_bounds(
+            self, "tracking",
+            samples_every_steps=0, pictures_gib=0, close_timeout_s=POSITIVE, upload_every_s=POSITIVE,
+            upload_timeout_s=POSITIVE,
+        )  # fmt: skip

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from penstock.conf.capabilities import TRAINERS, TrainerCapabilities, names_with
-from penstock.conf.checks import AUTO, above, at_least, auto_or_number, divides, one_of, within
+from penstock.conf.checks import AUTO, POSITIVE, at_least, auto_or_number, check_bounds, divides, one_of, within
 from penstock.conf.errors import ConfigError
 
 DEFAULT_TOKENS = 8192
@@ -48,15 +48,15 @@ class OptimizerConfig:
     """Share of the peak that a cosine ends at."""
 
     def __post_init__(self) -> None:
-        for key in ("lr", "weight_decay", "clip_norm", "warmup_steps"):
-            at_least(f"trainer.optimizer.{key}", getattr(self, key), 0)
-        above("trainer.optimizer.eps", self.eps, 0)
+        check_bounds(
+            self, "trainer.optimizer",
+            lr=0, weight_decay=0, clip_norm=0, warmup_steps=0, eps=POSITIVE, min_lr_share=(0, 1),
+        )  # fmt: skip
         if isinstance(self.betas, list) and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
             raise ConfigError(
                 f"trainer.optimizer.betas={self.betas}: must be two numbers of at least 0 and less than 1, such as "
                 "[0.9,0.95]."
             )
-        within("trainer.optimizer.min_lr_share", self.min_lr_share, 0, 1)
         one_of("trainer.optimizer.schedule", self.schedule, SCHEDULES)
 
 
@@ -89,9 +89,7 @@ class ReplayConfig:
     when its own step trains it. A row that is younger still is trained again until it has the bound."""
 
     def __post_init__(self) -> None:
-        within("trainer.replay.share", self.share, 0, 1)
-        within("trainer.replay.rare", self.rare, 0, 1)
-        at_least("trainer.replay.steps", self.steps, 1)
+        check_bounds(self, "trainer.replay", steps=1, share=(0, 1), rare=(0, 1))
 
 
 @dataclass
@@ -114,8 +112,7 @@ class LoraConfig:
     way."""
 
     def __post_init__(self) -> None:
-        at_least("trainer.lora.rank", self.rank, 0)
-        at_least("trainer.lora.alpha", self.alpha, 1)
+        check_bounds(self, "trainer.lora", rank=0, alpha=1)
         one_of("trainer.lora.publish", self.publish, PUBLISHED)
         if self.publish == "adapter" and self.rank == 0:
             raise ConfigError(
@@ -233,8 +230,12 @@ class TrainerConfig:
         for part in self.freeze:
             one_of("trainer.freeze", part, (VISION,))
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
-        for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches"):
-            at_least(f"trainer.{key}", getattr(self, key), 1)
+        check_bounds(
+            self, "trainer",
+            num_ranks=1, max_steps=1, groups_per_step=1, num_minibatches=1, shard_size=0, router_aux_loss_coef=0,
+            num_threads=0, logprob_chunk_mib=POSITIVE, collective_timeout_s=POSITIVE, step_timeout_s=POSITIVE,
+            num_gpus_per_rank=(0, 1),
+        )  # fmt: skip
         if not auto_or_number("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch):
             at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
         if isinstance(self.activation_checkpointing, str):
@@ -244,7 +245,6 @@ class TrainerConfig:
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
-        at_least("trainer.shard_size", self.shard_size, 0)
         if self.shard_size:
             divides("trainer.shard_size", self.shard_size, "trainer.num_ranks", self.num_ranks)
             size = self.tensor_parallel_size
@@ -264,16 +264,11 @@ class TrainerConfig:
                 "trainer.liger=true: Liger's kernels are for GPUs, and trainer.num_gpus_per_rank=0. Set that to 1, or "
                 "leave trainer.liger out."
             )
-        at_least("trainer.router_aux_loss_coef", self.router_aux_loss_coef, 0)
         if self.router_aux_loss_coef and (self.compile or self.sequence_parallel_size > 1):
             raise ConfigError(
                 f"trainer.router_aux_loss_coef={self.router_aux_loss_coef}: routers are watched where they run, on "
                 "whole rows. Set it to 0, or trainer.compile=false and trainer.sequence_parallel_size=1."
             )
-        within("trainer.num_gpus_per_rank", self.num_gpus_per_rank, 0, 1)
-        at_least("trainer.num_threads", self.num_threads, 0)
-        for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
-            above(f"trainer.{key}", getattr(self, key), 0)
 
     def _check_capability(self, capability: str, key: str, value: int, off: int) -> None:
         """Raise `ConfigError` where a key is set, other than to `off`, that the engine has no capability for."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.conf.capabilities import ROLLOUT_ENGINES, names_with
-from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.checks import POSITIVE, check_bounds, one_of
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import TrainerConfig
@@ -40,11 +40,10 @@ class WeightsConfig:
 
     def __post_init__(self) -> None:
         one_of("weights.transport", self.transport, ("auto", *TRANSPORTS))
-        at_least("weights.bucket_mib", self.bucket_mib, 1)
-        above("weights.phase_timeout_s", self.phase_timeout_s, 0)
+        check_bounds(self, "weights", bucket_mib=1, phase_timeout_s=POSITIVE)
 
 
-class Ends(Protocol):
+class TransportSettings(Protocol):
     """Settings that the choice depends on. A `RunConfig` has them."""
 
     placement: str
@@ -53,7 +52,7 @@ class Ends(Protocol):
     rollout: RolloutConfig
 
 
-def choose_transport(config: Ends) -> str:
+def choose_transport(config: TransportSettings) -> str:
     """Choose one of `TRANSPORTS`. Raises `ConfigError` for a choice that the rest of the run makes impossible."""
     wanted = config.weights.transport
     if config.trainer.lora.publishes_adapter:
@@ -64,26 +63,26 @@ def choose_transport(config: Ends) -> str:
     return "shm" if wanted == "auto" else wanted
 
 
-def replaces_members(config: Ends) -> bool:
+def replaces_members(config: TransportSettings) -> bool:
     """Return whether engines and ranks can be replaced while the run goes on: they have not met at the start, as where
     weights are streamed."""
     return choose_transport(config) not in STREAMS
 
 
-def takes_newcomers(config: Ends) -> bool:
+def takes_newcomers(config: TransportSettings) -> bool:
     """Return whether there may be more of them and fewer, and another command may go on with them: none has the device
     of another."""
     return config.placement != "colocated" and replaces_members(config)
 
 
-def shares_gpus(config: Ends) -> bool:
+def shares_gpus(config: TransportSettings) -> bool:
     """Return whether a trainer rank and an engine live on the same GPU: each reserves a part of one, together at most
     all of it."""
     trainer, engine = config.trainer.num_gpus_per_rank, config.rollout.num_gpus_per_worker
     return 0 < trainer < 1 and 0 < engine < 1 and trainer + engine <= 1
 
 
-def _check_adapter(wanted: str, config: Ends) -> None:
+def _check_adapter(wanted: str, config: TransportSettings) -> None:
     """Refuse what an adapter by itself cannot go through."""
     if wanted in STREAMS:
         raise ConfigError(
@@ -98,11 +97,11 @@ def _check_adapter(wanted: str, config: Ends) -> None:
         )
 
 
-def _every_engine_has_a_rank(config: Ends) -> bool:
+def _every_engine_has_a_rank(config: TransportSettings) -> bool:
     return config.rollout.tensor_parallel_size == 1 and config.rollout.least_workers <= config.trainer.num_ranks
 
 
-def _check_stream(wanted: str, config: Ends) -> None:
+def _check_stream(wanted: str, config: TransportSettings) -> None:
     key = f"weights.transport={wanted}"
     if config.rollout.follows_cluster:
         raise ConfigError(
@@ -136,7 +135,7 @@ def _check_stream(wanted: str, config: Ends) -> None:
         )
 
 
-def _check_place(wanted: str, key: str, config: Ends) -> None:
+def _check_place(wanted: str, key: str, config: TransportSettings) -> None:
     """Refuse a placement that does not suit: ipc wants one GPU for both, NCCL one for each."""
     gpus = (
         f"trainer.num_gpus_per_rank={config.trainer.num_gpus_per_rank:g} and "

@@ -46,11 +46,12 @@ from penstock.workers.runtime.url_files import sync
 
 @dataclass(frozen=True)
 class RunResult:
-    """The place and the outcome of a run."""
+    """The place and the outcome of a run. A notebook shows it with its curves."""
 
     directory: Path
     """The run's directory on this machine: the working copy of a run at a URL."""
     outcome: TrainingResult
+    """`num_steps`, `accuracies` (held-out, from the first to the last) and `last_metrics`."""
     seconds: float
     """Seconds that the run took; 0 where nothing was left to do."""
     url: str | None = None

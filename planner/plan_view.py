@@ -18,7 +18,7 @@ from rich.table import Table
 from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory_view import wanted_bytes
+from penstock.orchestrator.configuration.memory_view import required_bytes
 from penstock.orchestrator.configuration.overrides import CHOICES, parse
 from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.run_memory import GIB
@@ -251,7 +251,7 @@ def table_of(plans: Sequence[Plan]) -> Table:
         table.add_row(
             _way(plan), _engines(plan), _ranks(plan), f"{plan.step_s:.1f}",
             f"{found.tokens_per_s:,.0f}", f"{plan.gpu_hours:,.0f}", f"{max(peaks.values()) / GIB:.0f}",
-            f"{wanted_bytes(plan.host) / GIB:,.0f}",
+            f"{required_bytes(plan.host) / GIB:,.0f}",
             f"{100 * found.engines_idle:.0f} {100 * found.ranks_idle:.0f}",
         )  # fmt: skip
     return table

@@ -25,8 +25,8 @@ from penstock.orchestrator.configuration.run_memory import (
     MOST_TOKENS,
     HostPart,
     RunMemory,
+    choose_auto,
     host_parts,
-    with_chosen,
 )
 from penstock.planner.candidates import SIZES, Candidate, candidates, with_keys
 from penstock.planner.costs.efficiencies import Efficiencies
@@ -204,7 +204,7 @@ class Search:
 
     def memory(self, config: RunConfig, kind: GpuKind) -> RunMemory:
         """The memory of a configuration on GPUs of a kind, with what is `auto` chosen, whether it fits or not."""
-        return with_chosen(RunMemory(config, self.flow, self.shapes, kind.memory_gib * GIB))
+        return choose_auto(RunMemory(config, self.flow, self.shapes, kind.memory_gib * GIB))
 
     def durations(self, memory: RunMemory, engines: GpuKind, ranks: GpuKind) -> RunDurations:
         """The cost model of a run with these kinds of GPUs."""

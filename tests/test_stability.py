@@ -8,7 +8,7 @@ import pytest
 
 import penstock
 from penstock.conf import renamed
-from penstock.conf.renamed import KEYS, METRICS, NAMES, Renamed
+from penstock.conf.renamed import KEYS, METRICS, NAMES, NewName
 from penstock.orchestrator.configuration.compose import load_config
 from tests.stable import present
 
@@ -43,8 +43,8 @@ def test_commands_options_and_exit_codes_are_kept() -> None:
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KEYS, "trainer.groups", Renamed("trainer.groups_per_step", "0.3"))
-    monkeypatch.setitem(KEYS, "rollout.staleness", Renamed("max_staleness", "0.3"))
+    monkeypatch.setitem(KEYS, "trainer.groups", NewName("trainer.groups_per_step", "0.3"))
+    monkeypatch.setitem(KEYS, "rollout.staleness", NewName("max_staleness", "0.3"))
 
 
 @pytest.mark.usefixtures("keys")
@@ -61,7 +61,7 @@ def test_an_old_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_an_old_public_name_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(renamed.NAMES, "fit", Renamed("run", "0.3"))
+    monkeypatch.setitem(renamed.NAMES, "fit", NewName("run", "0.3"))
     with pytest.warns(DeprecationWarning, match=r"penstock.fit is called run now: version 0\.3"):
         assert penstock.fit is penstock.run
     with pytest.raises(AttributeError, match=r"no attribute 'trian'"):

@@ -78,14 +78,14 @@ def _sections(kind: type, prefix: str, told: dict[type, str]) -> Iterator[Sectio
         return
     own, inner = [], []
     for field, hint in _fields_of(kind):
-        part, place = _part_of(hint)
+        part, place = _inner_dataclass(hint)
         if part is AlgorithmConfig:
             continue
         if part is None or place:
             own.append(_key(kind, field, hint, prefix))
         if part is not None:
             inner.append((part, f"{prefix}{field.name}{place}."))
-    yield Section(title, _said(kind), tuple(own))
+    yield Section(title, _text_of(kind), tuple(own))
     for part, name in inner:
         yield from _sections(part, name, told)
 
@@ -100,7 +100,7 @@ def _algorithms() -> Iterator[Section]:
         also = [other for other, one in own if one.config_class is kind and other != name]
         base = next((one for one in kind.__mro__[1:] if one in name_of), None)
         keys = _keys_of(kind, "algorithm.")
-        text = _said(kind)
+        text = _text_of(kind)
         if base is not None:
             keys = [key for key in keys if key not in _keys_of(base, "algorithm.")]
             text += f" All else is as of [`algorithm={name_of[base]}`](#algorithm{name_of[base]})."
@@ -116,7 +116,7 @@ def _fields_of(kind: type) -> list[tuple["Field[Any]", Any]]:
     return [(field, hints[field.name]) for field in fields(kind)]
 
 
-def _part_of(hint: Any) -> tuple[type | None, str]:
+def _inner_dataclass(hint: Any) -> tuple[type | None, str]:
     """The dataclass that a field holds, and its place below the field's name: one, a list's or a dictionary's."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     place = {list: ".N", dict: ".NAME"}.get(origin, "") if origin is not None else ""
@@ -125,10 +125,10 @@ def _part_of(hint: Any) -> tuple[type | None, str]:
 
 
 def _key(kind: type, field: "Field[Any]", hint: Any, prefix: str) -> Key:
-    return Key(prefix + field.name, _named(hint), _default(field), texts_of(kind).get(field.name, ""))
+    return Key(prefix + field.name, _type_name(hint), _default(field), texts_of(kind).get(field.name, ""))
 
 
-def _named(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     for module in ("typing.", *(f"{one.__module__}." for one in typing.get_args(hint) if is_dataclass(one))):
         name = name.replace(module, "")
@@ -170,7 +170,7 @@ def texts_of(kind: type) -> dict[str, str]:
     return found
 
 
-def _said(kind: type) -> str:
+def _text_of(kind: type) -> str:
     text = kind.__doc__ or ""
     return "" if text.startswith(f"{kind.__name__}(") else _one_line(text)  # dataclasses write this themselves
 

@@ -30,10 +30,10 @@ from penstock.orchestrator.configuration.run_memory import (
     GIB,
     HostPart,
     RunMemory,
+    choose_auto,
     chosen,
     host_parts,
     reserved_bytes,
-    with_chosen,
 )
 
 ACCELERATOR = "ray.io/accelerator-type"
@@ -149,10 +149,10 @@ class MemoryView:
         shapes = shapes_of(run.config, run.flow, may_fetch=may_fetch)
         if "policy" not in shapes:
             return cls(run.plan, None, (), nodes, assignment, _why_unknown(run.config, may_fetch))
-        memory = with_chosen(RunMemory(run.config, run.flow, shapes, gpu_bytes(run.config, nodes, run.plan)))
+        memory = choose_auto(RunMemory(run.config, run.flow, shapes, gpu_bytes(run.config, nodes, run.plan)))
         return cls(run.plan, memory, chosen(run.config, memory.config), nodes, assignment)
 
-    def found(self) -> str:
+    def summary(self) -> str:
         """Describe it in a few words. Raises `ResourceError` for what does not fit, with the keys to change."""
         if self.memory is None:
             return self.why_unknown
@@ -275,14 +275,14 @@ def with_memory(run: ResolvedRun, nodes: Sequence[Node]) -> list[ActorPlan]:
     ]
 
 
-def wanted_bytes(parts: Sequence[HostPart]) -> float:
+def required_bytes(parts: Sequence[HostPart]) -> float:
     """Bytes of host memory that a node cannot do without."""
     return _sum([part for part in parts if part.place != CACHE and not part.is_optional])
 
 
 def check_host(parts: Sequence[HostPart], total: float, who_has: str) -> None:
     """Raise `ResourceError` where a node could never hold what it cannot do without. `total`: bytes of its memory."""
-    if (wanted := wanted_bytes(parts)) > total:
+    if (wanted := required_bytes(parts)) > total:
         largest = [part for part in parts if part.place != CACHE and not part.is_optional and part.key][:2]
         raise ResourceError(
             f"the run needs {_gib(wanted)} GiB of host memory, and {who_has} {_gib(total)}: "

@@ -85,7 +85,7 @@ class Schema:
         section = next((one for one in members if dataclasses.is_dataclass(one)), None)
         if section is not None and values is not None and not isinstance(values, dict):
             names = ", ".join(self._hints(section))  # type: ignore[arg-type]
-            raise ConfigError(f"{where}{_show(key, values)}: is a section; set its keys: {names}.")
+            raise ConfigError(f"{where}{_as_word(key, values)}: is a section; set its keys: {names}.")
         if isinstance(values, dict):
             return {self._name(one, members): self.fit(value, where, *self._inner(one, value, members, key, where))
                     for one, value in values.items()}  # fmt: skip
@@ -167,13 +167,13 @@ def apply(tree: DictConfig, override: Override, schema: Schema) -> None:
         value = value[part]
     try:
         # A mapping is merged into what is there; an empty one empties it: reward.options={}
-        key, whole = _where(tree, override.key, value)
+        key, whole = _target(tree, override.key, value)
         OmegaConf.update(tree, key, whole, merge=whole != {}, force_add=True)
     except OmegaConfBaseException as error:
         raise wrong_type(tree, error, override.key, value) from None
 
 
-def _where(tree: DictConfig, key: str, value: Any) -> tuple[str, Any]:
+def _target(tree: DictConfig, key: str, value: Any) -> tuple[str, Any]:
     """The deepest section that is there, or the key itself, and what to merge into it: an entry of a mapping of
     sections (`other_models.teacher.recipe=sft`) has to come as a whole."""
     parts, node = key.split("."), tree
@@ -193,12 +193,12 @@ def wrong_type(tree: DictConfig, error: OmegaConfBaseException, key: str, value:
         return unresolved(error, key, where)
     expected = expected_type(tree, full_key.partition("[")[0])
     if expected == "unknown" or isinstance(error, ConfigKeyError):
-        return ConfigError(f"{where}{_show(full_key, value)}: {str(error).splitlines()[0]}.")
-    hint = _way_to_write(key, expected, value)
-    return ConfigError(f"{where}{_show(full_key, value)}: expected {expected}, got {type(value).__name__}.{hint}")
+        return ConfigError(f"{where}{_as_word(full_key, value)}: {str(error).splitlines()[0]}.")
+    hint = _syntax_hint(key, expected, value)
+    return ConfigError(f"{where}{_as_word(full_key, value)}: expected {expected}, got {type(value).__name__}.{hint}")
 
 
-def _way_to_write(key: str, expected: str, value: Any) -> str:
+def _syntax_hint(key: str, expected: str, value: Any) -> str:
     """A sentence about how a value of the type is written, if that may be what is wrong."""
     if expected.startswith("list") and not isinstance(value, list):
         return f" A list is written {key}=[a,b]."
@@ -217,7 +217,7 @@ def unresolved(error: OmegaConfBaseException, key: str = "", where: str = "") ->
     )
 
 
-def _show(key: str, value: Any) -> str:
+def _as_word(key: str, value: Any) -> str:
     return hide_word(f"{key}={'null' if value is None else value}")
 
 

@@ -52,14 +52,14 @@ def check_model(config: RunConfig, *, samples: bool = True) -> str:
     """Describe the policy in a few words. `samples`: an engine of the run has it. Raises `ModelError` for one that is
     nowhere, naming the missing files or weights, and `ConfigError` for lengths, heads or adapters that do not fit."""
     if config.model.reference_path is not None:
-        _described(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
+        _describe(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
     model = starting_model_config(config)
     if config.rollout.router_replay:
         _check_has_routers(model)
     if model.path is None:
-        told, lm = _fresh(model.fresh, config.rollout.max_model_len), _empty_fresh(model.fresh)
+        told, lm = _describe_fresh(model.fresh, config.rollout.max_model_len), _empty_fresh_model(model.fresh)
     else:
-        told, lm = _described(model.path, "model.path", config.rollout.max_model_len)
+        told, lm = _describe(model.path, "model.path", config.rollout.max_model_len)
     if config.trainer.lora.rank:
         targets_of(lm, config.trainer.lora)
     if samples:
@@ -71,15 +71,15 @@ def check_other_model(path: str, key: str, *, scores: bool = False, judge: Rollo
     """Describe a model that is not trained in a few words. `scores`: it has a scalar head. `judge`: the settings of the
     engine that has it. Raises `ModelError` for one that is nowhere, and for weights that are not the model's,
     `ConfigError` for one that its engine does not take."""
-    if not _is_here(path, key):
+    if not _is_local(path, key):
         _check_at_hub(path, key)
-    lm = _empty(path, key, scores=scores)
+    lm = _empty_model(path, key, scores=scores)
     if judge is not None:
         _check_heads(judge, lm, "reward.judge.engine")
     return path
 
 
-def _empty(path: str, key: str, *, scores: bool = False) -> Any:
+def _empty_model(path: str, key: str, *, scores: bool = False) -> Any:
     """The model without weights. Those of a directory are looked at; the hub's are, once they are fetched."""
     from penstock.workers.weights.checkpoint_form import check_model, empty_model  # late: transformers takes seconds
 
@@ -91,7 +91,7 @@ def _empty(path: str, key: str, *, scores: bool = False) -> Any:
         raise ModelError(f"{key}={path}: transformers makes no model of its configuration: {error}") from error
 
 
-def _empty_fresh(model: FreshModelConfig) -> Any:
+def _empty_fresh_model(model: FreshModelConfig) -> Any:
     import torch
 
     made = model_config(model, vocabulary_size(model))
@@ -134,7 +134,7 @@ def processor_of(config: RunConfig) -> PictureProcessor:
     return PictureProcessor.of(model.path) if model.path is not None else fresh_processor(model.fresh)
 
 
-def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
+def _describe_fresh(model: FreshModelConfig, max_model_len: int) -> str:
     longest = model.max_position_embeddings
     _check_length(f"model.fresh.max_position_embeddings={longest}", longest, max_model_len)
     kind = f"Qwen3-MoE with {model.num_experts} experts a layer" if model.num_experts else "Qwen2"
@@ -142,7 +142,7 @@ def _fresh(model: FreshModelConfig, max_model_len: int) -> str:
     return f"a fresh {kind}, {fresh_shape(model).num_parameters / 1e6:.1f}M parameters, character tokenizer"
 
 
-def _is_here(path: str, key: str) -> bool:
+def _is_local(path: str, key: str) -> bool:
     """Return whether a model is a directory of this machine. Raises `ModelError` for what can be no hub id either."""
     if Path(path).expanduser().exists():
         return True
@@ -166,13 +166,13 @@ def _check_at_hub(path: str, key: str) -> None:
         ) from error
 
 
-def _described(path: str, key: str, max_model_len: int) -> tuple[str, Any]:
+def _describe(path: str, key: str, max_model_len: int) -> tuple[str, Any]:
     """A model in a few words, and without weights."""
     directory = Path(path).expanduser()
-    if not _is_here(path, key):
+    if not _is_local(path, key):
         _check_at_hub(path, key)
         told = f"{path} of the Hugging Face hub, fetched at the start unless it is in the cache"
-        return told, _empty(path, key)
+        return told, _empty_model(path, key)
     model = _read_config(directory, key)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
@@ -195,7 +195,7 @@ def _described(path: str, key: str, max_model_len: int) -> tuple[str, Any]:
             f"{longest_short} tokens. Engines that serve longer sequences take them for every token, the trainer for "
             f"long rows alone: log-probabilities would differ. Set rollout.max_model_len={longest_short} or less."
         )
-    lm = _empty(path, key)
+    lm = _empty_model(path, key)
     size_mib = sum((directory / name).stat().st_size for name in weight_files(directory)) / 2**20
     return f"{path}: {model.get('model_type', 'unknown type')}, {size_mib:,.0f} MiB of weights", lm
 

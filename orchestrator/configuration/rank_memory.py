@@ -58,7 +58,7 @@ class RankSetting:
     """False for a scorer, which has weights alone, in the dtype that it computes with."""
     is_scalar: bool = False
     """True for a model with a scalar head: it has no output layer, and makes no logits."""
-    seen_share: float = 0.0
+    picture_share: float = 0.0
     """Largest share of a row's tokens that stand for pictures, of a model that sees."""
     copied_bytes: float = 0.0
     """Bytes of the copy that is published while the next step is made."""
@@ -150,10 +150,10 @@ def rank_memory(setting: RankSetting) -> RankMemory:
             "end of backward": _at_end(setting),
         }
     if setting.shape.tower is not None and not setting.trains_tower:
-        moments["tower"] = _seeing(setting, setting.shape.tower)
+        moments["tower"] = _at_tower(setting, setting.shape.tower)
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     parts = resident | parts | {"publication": setting.copied_bytes}
-    return RankMemory(parts, moment, on_host, _waiting(setting))
+    return RankMemory(parts, moment, on_host, _offloaded_activations(setting))
 
 
 # What is there all the time.
@@ -231,7 +231,7 @@ def _at_head(setting: RankSetting) -> dict[str, float]:
     return {
         "gradients": _gradients(setting, 0.0),
         "gathered weights": _gathered(setting, 1, num_layers),
-        "activations": _kept(setting, num_layers) + root_saved(setting) + _tower_kept(setting),
+        "activations": _device_activations(setting, num_layers) + root_saved(setting) + _tower_kept(setting),
         "logits": logits_bytes(setting),
     }
 
@@ -244,7 +244,10 @@ def _in_layer(setting: RankSetting, layer: int) -> dict[str, float]:
         "gradients": gradients + _in_flight(setting, reduced=not is_last),
         "gathered weights": _gathered(setting, min(2, layer), layer),
         "activations": (
-            _kept(setting, layer) + _recomputed(setting) + layer_temporaries(setting) + _tower_kept(setting)
+            _device_activations(setting, layer)
+            + _recomputed(setting)
+            + layer_temporaries(setting)
+            + _tower_kept(setting)
         ),
         "logits": 0.0,
     }
@@ -262,10 +265,10 @@ def _at_end(setting: RankSetting) -> dict[str, float]:
     }
 
 
-def _seeing(setting: RankSetting, tower: TowerShape) -> dict[str, float]:
+def _at_tower(setting: RankSetting, tower: TowerShape) -> dict[str, float]:
     """A frozen tower's pass without gradient over the largest picture of a row: one block at a time, beside what enters
     it."""
-    num_patches = setting.seen_share * setting.row_tokens * tower.merged
+    num_patches = setting.picture_share * setting.row_tokens * tower.merged
     gathered = 0.0
     if setting.is_trained or setting.num_shards > 1:
         gathered = _gathered(setting, 0, setting.shape.num_layers)
@@ -284,12 +287,12 @@ def _tower_kept(setting: RankSetting) -> float:
     """Bytes that a trained tower keeps of the pictures of a micro-batch, all of which each rank computes that splits a
     row's tokens."""
     tower = setting.shape.tower
-    if tower is None or not setting.trains_tower or _wait_on_host(setting):
+    if tower is None or not setting.trains_tower or _offloads_activations(setting):
         return 0.0
     of_patch = tower.num_layers * tower.block_saved(setting.element_bytes)
     if setting.config.recomputes_layers:
         of_patch = tower.num_layers * setting.element_bytes * tower.width + tower.block_saved(setting.element_bytes)
-    return setting.seen_share * setting.tokens * tower.merged * (of_patch + FLOAT32 * tower.patch_numbers)
+    return setting.picture_share * setting.tokens * tower.merged * (of_patch + FLOAT32 * tower.patch_numbers)
 
 
 def _scoring(setting: RankSetting) -> dict[str, float]:
@@ -308,9 +311,9 @@ def _head_gradient(setting: RankSetting) -> float:
     return setting.element_bytes * setting.shape.head_parameters * is_there
 
 
-def _kept(setting: RankSetting, num_layers: int) -> float:
+def _device_activations(setting: RankSetting, num_layers: int) -> float:
     """Bytes of activations that layers keep on the device for backward."""
-    return 0.0 if _wait_on_host(setting) else num_layers * _layer_kept(setting)
+    return 0.0 if _offloads_activations(setting) else num_layers * _layer_kept(setting)
 
 
 def _layer_kept(setting: RankSetting) -> float:
@@ -322,19 +325,19 @@ def _layer_kept(setting: RankSetting) -> float:
 
 def _recomputed(setting: RankSetting) -> float:
     """Bytes that come back in the backward of one layer."""
-    comes_back = _layer_kept(setting) if _wait_on_host(setting) else 0.0
+    comes_back = _layer_kept(setting) if _offloads_activations(setting) else 0.0
     if not setting.config.recomputes_layers:
         return comes_back
     return comes_back + layer_saved(setting)
 
 
-def _wait_on_host(setting: RankSetting) -> bool:
+def _offloads_activations(setting: RankSetting) -> bool:
     return setting.config.activation_offload and setting.is_trained and setting.on_gpu
 
 
-def _waiting(setting: RankSetting) -> float:
+def _offloaded_activations(setting: RankSetting) -> float:
     """Bytes of activations in host memory, when backward begins."""
-    if not _wait_on_host(setting):
+    if not _offloads_activations(setting):
         return 0.0
     return setting.shape.num_layers * _layer_kept(setting) + root_saved(setting)
 

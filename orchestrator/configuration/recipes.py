@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.renamed import present_values
-from penstock.orchestrator.configuration.values import Plain, read_yaml, twice
+from penstock.orchestrator.configuration.values import Plain, duplicate_key_error, read_yaml
 from penstock.workers.user_code import RECIPE_FILE, import_file, packaged_recipes
 
 FREE = ("options", "tags", "labels")
@@ -139,4 +139,4 @@ def _merge(into: dict[str, Any], values: dict[str, Any], file: Path, path: str =
         elif isinstance(value, dict) and isinstance(into[key], dict):
             _merge(into[key], value, file, f"{path}{key}.")
         else:
-            raise twice(file, f"{path}{key}", next(known for known in into if known == key), key)
+            raise duplicate_key_error(file, f"{path}{key}", next(known for known in into if known == key), key)

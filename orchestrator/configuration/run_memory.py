@@ -3,7 +3,7 @@ that are `auto`, from what fits a GPU. Pure: no torch.
 
     sizes of models (`model_shape.py`), configuration ─▶ RunMemory ─▶ ranks (`rank_memory.py`), engine, peaks, check
                                                              ├▶ host_parts: host memory of a node
-                                                             └▶ with_chosen: values for what is `auto`
+                                                             └▶ choose_auto: values for what is `auto`
 
 Figures are of one rank or engine; ranks of one role are alike but for rounding.
 
@@ -292,7 +292,7 @@ def policy_setting(config: RunConfig, shape: ModelShape) -> RankSetting:
     return RankSetting(
         shape, trainer, min(budget, rows_tokens) if is_only else budget, longest,
         is_only=is_only, attention=config.model.attention, on_gpu=trainer.num_gpus_per_rank > 0,
-        seen_share=read if shape.tower is not None and config.rollout.max_pictures else 0.0,
+        picture_share=read if shape.tower is not None and config.rollout.max_pictures else 0.0,
     )  # fmt: skip
 
 
@@ -421,7 +421,7 @@ MOST_TOKENS, FEWEST_TOKENS = 32768, 1024
 """Bounds of a micro-batch's tokens: larger ones gain nothing, smaller ones leave a GPU idle."""
 
 
-def with_chosen(memory: RunMemory) -> RunMemory:
+def choose_auto(memory: RunMemory) -> RunMemory:
     """The run with numbers in the place of what is `auto`."""
     if memory.gpu_bytes is None:
         return memory

@@ -89,7 +89,7 @@ def points_of(words: Sequence[str]) -> list[Point]:
     points = []
     for chosen in itertools.product(*swept.values()):
         own = dict(zip(swept, chosen, strict=True))
-        name = "_".join(f"{shown[key.lstrip('+')]}-{_plain(value)}" for key, value in own.items())
+        name = "_".join(f"{shown[key.lstrip('+')]}-{_as_file_name(value)}" for key, value in own.items())
         told = tuple(f"{key}={value}" for key, value in own.items())
         points.append(Point(name, {key.lstrip("+"): value for key, value in own.items()}, (*fixed, *told)))
     names = [point.name for point in points]
@@ -128,7 +128,7 @@ def _short(keys: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _plain(value: str) -> str:
+def _as_file_name(value: str) -> str:
     """The value as part of a directory's name."""
     return re.sub(r"[^\w.+-]+", "-", value).strip("-.")[-40:] or "empty"
 
@@ -171,7 +171,7 @@ class Sweep:
             while (waiting and not self._stops) or self._running:
                 while waiting and len(self._running) < self._jobs and not self._stops:
                     self._start(waiting.popleft())
-                self._look()
+                self._poll()
                 time.sleep(LOOK_S)
         finally:
             self._end_all()
@@ -199,7 +199,7 @@ class Sweep:
 
     def _claim(self) -> None:
         """Make the directory this sweep's. Raises `ConfigError`."""
-        file, said = self._directory / FILE, self._said()
+        file, said = self._directory / FILE, self._as_json()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             known = json.loads(file.read_text()) if file.is_file() else said
@@ -212,7 +212,7 @@ class Sweep:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._directory}: {error}.") from None
 
-    def _said(self) -> Any:
+    def _as_json(self) -> Any:
         shown = {one.name: {"values": one.values, "words": list(map(hide_word, one.words))} for one in self._points}
         return {"runs": shown}
 
@@ -226,7 +226,7 @@ class Sweep:
             )  # fmt: skip
         self._console.print(f"[bold]{point.name}[/] begins", highlight=False)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for point in self._points:
             process = self._running.get(point.name)
             if process is None or process.poll() is None:

@@ -96,7 +96,7 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
     """All checks. Those whose faults matter most come first, and cheap ones before others."""
     config, flow, plan = run.config, run.flow, run.plan
     yield Check(RESOURCES, lambda: _resources(config, plan))
-    yield Check(MEMORY, lambda: MemoryView.of(run).found())
+    yield Check(MEMORY, lambda: MemoryView.of(run).summary())
     if packages_of(config, plan) and not is_elsewhere():  # nodes of a cluster have packages of their own
         yield Check(PACKAGES, lambda: check_packages(config, plan))
     if CHECKS.keys() & set(config.tracking.sinks):
@@ -170,7 +170,7 @@ def validate_run(config: RunConfig, console: Console) -> int:
     memory = MemoryView.of(run, view.nodes, view.assignment)
     show_memory(memory, console)
     console.rule("checks", align="left")
-    seen = {MEMORY: memory.found} | ({RESOURCES: view.found} if view.is_of_cluster else {})
+    seen = {MEMORY: memory.summary} | ({RESOURCES: view.summary} if view.is_of_cluster else {})
     exit_code, known = 0, dict[str, str]()
     for check in (*checks(run), *trials(run)):
         try:
@@ -227,7 +227,7 @@ class PlacementView:
         """True if there is a cluster; else the run starts a local Ray."""
         return bool(self.nodes or self.refused)
 
-    def found(self) -> str:
+    def summary(self) -> str:
         """Describe the placement in a few words. Raises `ResourceError` for what cannot be placed."""
         if self.nodes and self.refused and self.wait_s:
             return f"the run waits for nodes for up to {self.wait_s:g} s (cluster.wait_s): {self.refused}"
@@ -466,7 +466,7 @@ def describe_weights(config: RunConfig) -> str:
         told += [describe_times(way_of(config, size)), describe_wait(config, way_of(config, size))]
     if not is_elsewhere():
         usage = shutil.disk_usage(SHARED_MEMORY)
-        told += look_at_room(config, num_elements, SharedMemory(usage.total, usage.free))
+        told += missing_room(config, num_elements, SharedMemory(usage.total, usage.free))
     return "; ".join(told)
 
 
@@ -498,7 +498,7 @@ def describe_wait(config: RunConfig, way: PublicationTimes) -> str:
     return f"the next step waits for copies on the GPUs, {way.taken_s:.2g} s of it, and counts once all is written"
 
 
-def look_at_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
+def missing_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
     """What a machine that all of the run is on has no room for, and the promise that lapses with it. Raises
     `ResourceError` if that is the publications."""
     publications = TURNS * publication_bytes(num_elements, config.rollout.dtype)
@@ -543,7 +543,9 @@ def try_rewards(config: RunConfig, flow: Dataflow) -> str:
         results = asyncio.run(_tried(spec, task, config.reward.timeout_s))
         if all(isinstance(result, RewardError) for result in results):
             raise ConfigError(f"{name} fails on {row.where}: {results[-1]}")
-        given = ", ".join(f"{text!r} {_shown(result)}" for text, result in zip(RESPONSES, results, strict=True))
+        given = ", ".join(
+            f"{text!r} {_describe_result(result)}" for text, result in zip(RESPONSES, results, strict=True)
+        )
         found.append(f"{name} on {row.where}: {given}")
     return "; ".join(found)
 
@@ -563,7 +565,7 @@ async def _tried(spec: RewardSpec, task: str, timeout_s: float) -> list[RewardRe
         return await pool.score([Response(text) for text in RESPONSES], [task] * len(RESPONSES))
 
 
-def _shown(result: RewardResult) -> str:
+def _describe_result(result: RewardResult) -> str:
     if isinstance(result, RewardError):
         return f"fails ({result})"
     return "does not count" if result is None else f"gets {result:g}"

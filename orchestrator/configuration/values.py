@@ -69,7 +69,7 @@ def literal(text: str) -> Any:
         return float(named[1] + named[2])
     if word[:1] in ("[", "{"):
         try:
-            return _Flow(text).whole()
+            return _FlowReader(text).whole()
         except _NotFlow:
             pass
     return str(text)
@@ -91,14 +91,14 @@ class _NotFlow(Exception):
 
 def split(text: str) -> list[str]:
     """Parts of a text between commas, as they are written; commas within quotes and brackets part nothing."""
-    flow, ends = _Flow(text), (",", "")
+    flow, ends = _FlowReader(text), (",", "")
     found = [flow.written(ends)]
     while flow.passes(","):
         found.append(flow.written(ends))
     return found
 
 
-class _Flow:
+class _FlowReader:
     """Reader of a list or a mapping in one line."""
 
     def __init__(self, text: str) -> None:
@@ -178,8 +178,8 @@ def read_yaml(file: Path) -> Any:
     twice; `OSError`."""
     try:
         return yaml.load(file.read_text(encoding="utf-8"), _Loader)
-    except _Twice as error:
-        raise twice(file, *error.args) from None
+    except _DuplicateKey as error:
+        raise duplicate_key_error(file, *error.args) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
@@ -188,14 +188,14 @@ def read_yaml(file: Path) -> Any:
         raise ConfigError(f"{file}: not a text in UTF-8 ({error}).") from None
 
 
-def twice(file: Path, name: str, *keys: str) -> ConfigError:
+def duplicate_key_error(file: Path, name: str, *keys: str) -> ConfigError:
     """The error about a key that a file has twice. `keys`: both as they are written, with their lines."""
     lines = sorted(getattr(key, "line", 0) for key in keys)
     where = f" lines {lines[0]} and {lines[1]}" if lines[0] else ""
     return ConfigError(f"{file}{where}: {name} is there twice, and only one would count. Write it once.")
 
 
-class _Twice(Exception):
+class _DuplicateKey(Exception):
     """A key that is in one mapping twice."""
 
 
@@ -211,7 +211,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
                 here = Plain(key.value, key.start_mark.line + 1)
                 if here in known:
-                    raise _Twice(here, known[here], here)
+                    raise _DuplicateKey(here, known[here], here)
                 known[here] = here
         return node
 

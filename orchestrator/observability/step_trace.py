@@ -25,7 +25,7 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.timeline import Span, Work, Worked
+from penstock.orchestrator.run_directory.timeline import Span, Work, WorkReport
 from penstock.workers.trainer.report import StepReport
 
 WAIT = "wait for batch"
@@ -228,7 +228,7 @@ class StepTrace:
 
     async def _write(self, closed: ClosedStep) -> None:
         try:
-            told = Worked.of(await self._work(), self._clock())
+            told = WorkReport.of(await self._work(), self._clock())
         except PenstockError:  # the step's line says that it lacks the store's part
             told = None
         spans = self._directory.timeline.take()
@@ -239,7 +239,7 @@ class StepTrace:
     def _record(
         self,
         closed: ClosedStep,
-        told: Worked | None,
+        told: WorkReport | None,
         spans: Sequence[Span],
         members: Mapping[str, Sequence[str]],
         awaited: Mapping[str, str],
@@ -261,7 +261,7 @@ def spans_of_ranks(names: Sequence[str], step: int, reports: Sequence[StepReport
 
 def traced(
     closed: ClosedStep,
-    told: Worked | None,
+    told: WorkReport | None,
     spans: Sequence[Span],
     members: Mapping[str, Sequence[str]],
     awaited: Mapping[str, str],

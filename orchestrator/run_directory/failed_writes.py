@@ -44,7 +44,7 @@ class FailedWrites:
         self._tell: Callable[[str], None] | None = None
         self._untold: list[str] = []
 
-    def tell_to(self, tell: Callable[[str], None]) -> None:
+    def set_printer(self, tell: Callable[[str], None]) -> None:
         """Set the function that tells the user; earlier messages are told now."""
         self._tell = tell
         untold, self._untold = self._untold, []
@@ -52,27 +52,27 @@ class FailedWrites:
             self.tell(text)
 
     @contextlib.contextmanager
-    def tolerating(self, kind: str, advice: str = TRIED_AGAIN, *, is_renewed: bool = False) -> Iterator[None]:
+    def tolerating(self, kind: str, advice: str = TRIED_AGAIN, *, is_cumulative: bool = False) -> Iterator[None]:
         """Tolerate an `OSError` in the block, which writes one thing of this kind. `advice`: what is told if it cannot
-        be written. `is_renewed`: the next one has all that it would have had, so that nothing is lost with it."""
+        be written. `is_cumulative`: the next one has all that it would have had, so that nothing is lost with it."""
         try:
             yield
         except OSError as error:
-            if not is_renewed:
-                self.loses(kind)
-            self.fails(kind, error, advice)
+            if not is_cumulative:
+                self.count_lost(kind)
+            self.record_failure(kind, error, advice)
         else:
-            self.works(kind)
+            self.record_success(kind)
 
-    def loses(self, kind: str, count: int = 1) -> None:
+    def count_lost(self, kind: str, count: int = 1) -> None:
         with self._lock:
             self.lost[kind] += count
 
-    def waits(self, kind: str, count: int) -> None:
+    def set_waiting(self, kind: str, count: int) -> None:
         with self._lock:
             self.waiting[kind] = count
 
-    def fails(self, kind: str, error: Exception, advice: str) -> None:
+    def record_failure(self, kind: str, error: Exception, advice: str) -> None:
         with self._lock:
             is_first = kind not in self._failing
             self._failing.add(kind)
@@ -80,7 +80,7 @@ class FailedWrites:
             self.tell(hide_in(f"{kind}: cannot be written: {error}. {advice}"))
             self._note(kind, error)
 
-    def works(self, kind: str) -> None:
+    def record_success(self, kind: str) -> None:
         with self._lock:
             has_failed = kind in self._failing
             self._failing.discard(kind)
@@ -122,7 +122,7 @@ class AppendedFile:
         self.waiting.append(record)
         if len(self.waiting) > MAX_WAITING:
             self.waiting.popleft()
-            self._failed_writes.loses(self._kind)
+            self._failed_writes.count_lost(self._kind)
         self._write_what_waits()
 
     def rewind(self, is_kept: Callable[[bytes], bool]) -> list[bytes]:
@@ -141,7 +141,7 @@ class AppendedFile:
                 self._write_what_waits()
         finally:
             if num_lost := len(self.waiting):
-                self._failed_writes.loses(self._kind, num_lost)
+                self._failed_writes.count_lost(self._kind, num_lost)
                 self._failed_writes.tell(f"{self._kind}: {num_lost:,} of its records are lost")
             self.waiting.clear()
             self._count()
@@ -156,10 +156,10 @@ class AppendedFile:
             self._cut_off()
             self._release()
             self._count()
-            self._failed_writes.fails(self._kind, error, KEPT)
+            self._failed_writes.record_failure(self._kind, error, KEPT)
         else:
             self._count()
-            self._failed_writes.works(self._kind)
+            self._failed_writes.record_success(self._kind)
 
     def _write(self, record: bytes) -> None:
         if self._descriptor is None:
@@ -194,4 +194,4 @@ class AppendedFile:
                 os.close(descriptor)
 
     def _count(self) -> None:
-        self._failed_writes.waits(self._kind, len(self.waiting))
+        self._failed_writes.set_waiting(self._kind, len(self.waiting))

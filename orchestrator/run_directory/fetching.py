@@ -1,5 +1,5 @@
 """Brings a run from its URL into its working copy, to go on with it on this machine. `penstock report` and the like
-look at a run by `at_place`.
+look at a run by `open_at`.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from penstock.conf.tracking import TrackingConfig
 from penstock.orchestrator.run_directory.mirror import (
     EVENTS,
     METRICS,
-    Lines,
     Mirror,
     MirrorRecord,
+    RunRecords,
     is_ahead,
     is_fetched,
-    seen_of,
+    stamp_of,
     whole_lines,
 )
 from penstock.orchestrator.run_directory.run_directory import RUN_ID, RunDirectory
@@ -30,7 +30,7 @@ RECORDS = ("config.yaml", RUN_ID, METRICS, "cluster.json", EVENTS)
 """Files by which a run is looked at."""
 
 
-def bring_here(place: RunPlace) -> None:
+def fetch_run(place: RunPlace) -> None:
     """Bring the run's newest state into its working copy: what is at the URL replaces it if another machine went on
     since. Raises `RunInUse`, `CheckpointError`."""
     if place.url is None or not _is_ahead(place.path, place.url):
@@ -44,7 +44,7 @@ def bring_here(place: RunPlace) -> None:
 
 
 @contextlib.contextmanager
-def at_place(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambda names: ()) -> Iterator[RunDirectory]:
+def open_at(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambda names: ()) -> Iterator[RunDirectory]:
     """The run in a directory or at a URL, to be looked at. A run at a URL is looked at in its working copy if that is
     as new, else in a copy that is gone after the block. `more`: selects, from all files' names, those that are wanted
     beside the records. Raises `ConfigError` if there is no run, `CheckpointError` if that cannot be told."""
@@ -63,18 +63,18 @@ def at_place(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambd
         yield RunDirectory.open(copy, place.url)
 
 
-def bring_more(directory: RunDirectory, names: Iterable[str]) -> None:
+def fetch_files(directory: RunDirectory, names: Iterable[str]) -> None:
     """Bring further files of a run at a URL, that are not here yet; one that cannot be had is left out."""
     record = MirrorRecord.of(directory.path, directory.url or "")
     for name in names if directory.url else ():
         if not (directory.path / name).exists():
             with contextlib.suppress(CheckpointError):
                 download(f"{directory.url}", directory.path, [name])
-                record.files[name] = seen_of(directory.path / name)
+                record.files[name] = stamp_of(directory.path / name)
                 record.write(directory.path)
 
 
-def bring_all(directory: RunDirectory) -> None:
+def upload_all(directory: RunDirectory) -> None:
     """Bring to a run's URL what is in its working copy, or was made in a copy of it, and is not there. A process that
     works in it does so itself. Raises `CheckpointError` that names what could not be brought."""
     assert directory.url is not None
@@ -84,8 +84,8 @@ def bring_all(directory: RunDirectory) -> None:
         return
     try:
         told: list[str] = []
-        directory.failed_writes.tell_to(told.append)
-        if missing := Mirror(directory.path, directory.url, TrackingConfig(), directory.failed_writes).pass_over(
+        directory.failed_writes.set_printer(told.append)
+        if missing := Mirror(directory.path, directory.url, TrackingConfig(), directory.failed_writes).upload_due(
             everything=True
         ):
             raise CheckpointError(f"{directory.url}: {len(missing)} file(s) do not come there. {' '.join(told)}")
@@ -95,8 +95,8 @@ def bring_all(directory: RunDirectory) -> None:
 
 def _is_ahead(path: Path, url: str) -> bool:
     events = read_if_there(f"{url}/{EVENTS}")
-    remote = None if events is None else Lines(events, read_if_there(f"{url}/{METRICS}") or b"")
-    local = Lines(_local(path / EVENTS), _local(path / METRICS)) if (path / EVENTS).is_file() else None
+    remote = None if events is None else RunRecords(events, read_if_there(f"{url}/{METRICS}") or b"")
+    local = RunRecords(_local(path / EVENTS), _local(path / METRICS)) if (path / EVENTS).is_file() else None
     return is_ahead(remote, local)
 
 
@@ -119,4 +119,4 @@ def _replace(path: Path, url: str) -> None:
 
 def _fetch(path: Path, url: str, names: Sequence[str]) -> None:
     download(url, path, names)
-    MirrorRecord(url, {name: seen_of(path / name) for name in names}).write(path)
+    MirrorRecord(url, {name: stamp_of(path / name) for name in names}).write(path)

@@ -59,7 +59,7 @@ def open_for_lines(file: Path) -> int:
     return descriptor
 
 
-def cut_lines(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+def truncate_lines(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
     """Cut a JSONL file off before its first line that is not to be kept. Returns the lines that stay. Takes no room on
     the disk."""
     lines, kept, end = read_lines(file), [], 0
@@ -78,10 +78,10 @@ def cut_lines(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file; a last line that was cut off is left out."""
-    return list(each_line(file))
+    return list(iter_lines(file))
 
 
-def each_line(file: Path) -> Iterator[dict[str, Any]]:
+def iter_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, one at a time; a last line that was cut off is left out."""
     if not file.is_file():
         return

@@ -50,7 +50,7 @@ class FileStamp(NamedTuple):
     modified_ns: int
 
 
-class Lines(NamedTuple):
+class RunRecords(NamedTuple):
     """The lines of one copy of a run."""
 
     events: bytes
@@ -109,7 +109,7 @@ def due(
     return [name for name in sorted(seen, key=order) if is_mirrored(name) and is_due(name)]
 
 
-def gone(seen: Mapping[str, FileStamp], uploaded: Mapping[str, FileStamp]) -> list[str]:
+def replaced_model_files(seen: Mapping[str, FileStamp], uploaded: Mapping[str, FileStamp]) -> list[str]:
     """Uploaded files of a model that has been written again in other files. Nothing counts as gone while the directory
     itself cannot be seen."""
     if "config.yaml" not in seen:
@@ -121,7 +121,7 @@ def whole_lines(data: bytes) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def without_end(data: bytes) -> bytes:
+def without_end_event(data: bytes) -> bytes:
     """Whole lines of events, without the one that says that the run is over, if no process has taken it up since."""
     kept = len(data)
     for line in reversed(data.splitlines(keepends=True)):
@@ -133,7 +133,7 @@ def without_end(data: bytes) -> bytes:
     return data
 
 
-def is_ahead(remote: Lines | None, local: Lines | None) -> bool:
+def is_ahead(remote: RunRecords | None, local: RunRecords | None) -> bool:
     """Return whether a run is to go on from the copy at its URL, and not from the one on this machine.
 
     Events are appended and never cut, and each process that takes a run up begins with one. So a copy that begins with
@@ -147,7 +147,7 @@ def is_ahead(remote: Lines | None, local: Lines | None) -> bool:
     return not local.events.startswith(remote.events)
 
 
-def look(directory: Path) -> dict[str, FileStamp]:
+def list_files(directory: Path) -> dict[str, FileStamp]:
     """All files that are mirrored, by name."""
     found = {}
     for root, folders, names in os.walk(directory):
@@ -155,11 +155,11 @@ def look(directory: Path) -> dict[str, FileStamp]:
         for name in filter(is_mirrored, names):
             path = Path(root, name)
             with contextlib.suppress(OSError):  # gone meanwhile
-                found[path.relative_to(directory).as_posix()] = seen_of(path)
+                found[path.relative_to(directory).as_posix()] = stamp_of(path)
     return found
 
 
-def seen_of(path: Path) -> FileStamp:
+def stamp_of(path: Path) -> FileStamp:
     """The present facts of a file. Raises `OSError`."""
     facts = path.stat()
     return FileStamp(facts.st_size, facts.st_mtime_ns)
@@ -262,7 +262,7 @@ class Mirror:
             self._changed.notify_all()
             if self._changed.wait_for(lambda: self._done >= asked, timeout_s):
                 return not self._missing
-        self._fails(TimeoutError(f"no end within {timeout_s:g} s"))
+        self._record_failure(TimeoutError(f"no end within {timeout_s:g} s"))
         return False
 
     def close(self) -> list[str]:
@@ -280,11 +280,11 @@ class Mirror:
                 thread.join(max(0.0, self._timeout_s - TELL_AFTER_S))
         finally:
             self._abandoned = True
-            missing = self._not_there()
-            self._failed_writes.waits(KIND, 0)
+            missing = self._missing_files()
+            self._failed_writes.set_waiting(KIND, 0)
             if missing:
-                self._failed_writes.loses(KIND, len(missing))
-                self._failed_writes.tell(_what_is_missing(missing, self._url, self._directory))
+                self._failed_writes.count_lost(KIND, len(missing))
+                self._failed_writes.tell(_missing_message(missing, self._url, self._directory))
         return missing
 
     def leave(self) -> None:
@@ -311,7 +311,7 @@ class Mirror:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._asked > self._done, self._pause_s())
                 asked, is_last = self._asked, self._closing
-            self.pass_over(everything=is_last or asked > self._done)
+            self.upload_due(everything=is_last or asked > self._done)
             with self._changed:
                 self._done = asked
                 self._changed.notify_all()
@@ -321,12 +321,12 @@ class Mirror:
             if not self._missing or self._abandoned:
                 break
             time.sleep(LAST_PAUSE_S)
-            self.pass_over(everything=True)
+            self.upload_due(everything=True)
 
     def _pause_s(self) -> float:
         return max(self._every_s, min(LONGEST_PAUSE_S, self._every_s * 2.0**self._num_failures))
 
-    def pass_over(self, *, everything: bool) -> list[str]:
+    def upload_due(self, *, everything: bool) -> list[str]:
         """Upload what is due. Returns the names of what is missing at the URL after that."""
         seen, lines = self._look()
         waited_s = {name: time.monotonic() - at for name, at in self._uploaded_at.items()}
@@ -336,27 +336,27 @@ class Mirror:
                 break
             data = lines.get(name)
             is_whole = True
-            if data is not None and PurePosixPath(name).name == EVENTS and _others(name, seen, files):
-                held = without_end(data)
+            if data is not None and PurePosixPath(name).name == EVENTS and _has_other_files(name, seen, files):
+                held = without_end_event(data)
                 is_whole, data = len(held) == len(data), held
             try:
                 self._upload(name, seen[name], data)
             except (CheckpointError, OSError) as error:
                 if (self._directory / name).exists():
                     failures += 1
-                    self._fails(OSError(f"{name}: {error.__cause__ or error}"))
+                    self._record_failure(OSError(f"{name}: {error.__cause__ or error}"))
                 continue
             self._uploaded_at[name] = time.monotonic()
             has_changed = has_changed or name not in lines
             if is_whole:
                 files[name] = seen[name]
-        has_changed = self._remove(gone(seen, files)) or has_changed
+        has_changed = self._remove(replaced_model_files(seen, files)) or has_changed
         self._before = seen
         self._missing = [name for name in seen if files.get(name) != seen[name]]
-        self._failed_writes.waits(KIND, len(self._missing) if failures else 0)
+        self._failed_writes.set_waiting(KIND, len(self._missing) if failures else 0)
         self._num_failures = self._num_failures + 1 if failures else 0
         if not failures:
-            self._failed_writes.works(KIND)
+            self._failed_writes.record_success(KIND)
         if has_changed or everything:
             with contextlib.suppress(OSError):  # what it does not say is uploaded again
                 self._record.write(self._directory)
@@ -365,13 +365,13 @@ class Mirror:
     def _look(self) -> tuple[dict[str, FileStamp], dict[str, bytes]]:
         """All files, and the whole lines of changed files of lines. Lines are read before other files are looked at, so
         that they tell of nothing that is not seen."""
-        first = {name: facts for name, facts in look(self._directory).items() if is_lines(name)}
+        first = {name: facts for name, facts in list_files(self._directory).items() if is_lines(name)}
         lines = {}
         for name, facts in first.items():
             with contextlib.suppress(OSError):
                 if facts != self._record.files.get(name):
                     lines[name] = whole_lines((self._directory / name).read_bytes())
-        return {name: facts for name, facts in look(self._directory).items() if not is_lines(name)} | first, lines
+        return {name: facts for name, facts in list_files(self._directory).items() if not is_lines(name)} | first, lines
 
     def _upload(self, name: str, seen: FileStamp, data: bytes | None) -> None:
         """Upload a file. Raises `CheckpointError`, `OSError`."""
@@ -391,16 +391,18 @@ class Mirror:
                 del self._record.files[name]
         return bool(names)
 
-    def _not_there(self) -> list[str]:
-        seen, files = look(self._directory), dict(self._record.files)
+    def _missing_files(self) -> list[str]:
+        seen, files = list_files(self._directory), dict(self._record.files)
         return [name for name in seen if files.get(name) != seen[name]]
 
-    def _fails(self, error: OSError) -> None:
+    def _record_failure(self, error: OSError) -> None:
         with contextlib.suppress(RunInUse):  # told where the run itself writes
-            self._failed_writes.fails(KIND, error, f"It is tried again; until then it is in {self._directory} only.")
+            self._failed_writes.record_failure(
+                KIND, error, f"It is tried again; until then it is in {self._directory} only."
+            )
 
 
-def _others(events: str, seen: dict[str, FileStamp], uploaded: dict[str, FileStamp]) -> bool:
+def _has_other_files(events: str, seen: dict[str, FileStamp], uploaded: dict[str, FileStamp]) -> bool:
     """Return whether something else of the same run is not at the URL."""
     folder = PurePosixPath(events).parent
     return any(
@@ -410,7 +412,7 @@ def _others(events: str, seen: dict[str, FileStamp], uploaded: dict[str, FileSta
     )
 
 
-def _what_is_missing(missing: list[str], url: str, directory: Path) -> str:
+def _missing_message(missing: list[str], url: str, directory: Path) -> str:
     names = ", ".join(missing[:TOLD_NAMES]) + (", …" if len(missing) > TOLD_NAMES else "")
     return (
         f"{KIND}: {len(missing)} file(s) have not come to {url}: {names}. They are in {directory}; "

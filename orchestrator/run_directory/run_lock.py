@@ -31,10 +31,10 @@ ENDS = ("end", "failed", "interrupted")
 class RunLock:
     """A lock that is held from `take` to `release`, or to the end of the process."""
 
-    def __init__(self, path: Path, descriptor: int, holder: dict[str, str | int], keeps_out: bool) -> None:
-        """`holder`: what the file says of this process. `keeps_out`: True if no other process can take the lock
+    def __init__(self, path: Path, descriptor: int, holder: dict[str, str | int], is_exclusive: bool) -> None:
+        """`holder`: what the file says of this process. `is_exclusive`: True if no other process can take the lock
         meanwhile, which a file system without locks cannot promise."""
-        self.keeps_out = keeps_out
+        self.is_exclusive = is_exclusive
         self._path, self._descriptor, self._holder = path, descriptor, holder
         self._is_lost = False
 
@@ -48,11 +48,11 @@ class RunLock:
             with suppress(FileNotFoundError):  # the last holder has just removed the directory
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
                 try:
-                    keeps_out = _lock(descriptor, path, what)
-                    if _is_at(descriptor, path):
+                    is_exclusive = _lock(descriptor, path, what)
+                    if _is_linked(descriptor, path):
                         os.ftruncate(descriptor, 0)
-                        os.pwrite(descriptor, json.dumps(me := _me()).encode() + b"\n", 0)
-                        return cls(path, descriptor, me, keeps_out)
+                        os.pwrite(descriptor, json.dumps(me := _this_process()).encode() + b"\n", 0)
+                        return cls(path, descriptor, me, is_exclusive)
                 except BaseException:
                     os.close(descriptor)
                     raise
@@ -108,12 +108,12 @@ def _lock(descriptor: int, path: Path, what: str) -> bool:
     return True
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_linked(descriptor: int, path: Path) -> bool:
     """Return whether the open file is still at its path: the last holder may have removed it meanwhile."""
     return os.path.samestat(os.fstat(descriptor), path.stat())
 
 
-def _me() -> dict[str, str | int]:
+def _this_process() -> dict[str, str | int]:
     started = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     return {"pid": os.getpid(), "host": socket.gethostname(), "user": _user(), "started": started}
 

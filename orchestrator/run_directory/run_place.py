@@ -78,7 +78,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-def cannot_make(path: Path, error: OSError, key: str = "output_dir") -> ConfigError:
+def place_error(path: Path, error: OSError, key: str = "output_dir") -> ConfigError:
     return ConfigError(f"{key}: cannot make {path} ({error.strerror}). Set {key} to a place that can be written.")
 
 
@@ -91,7 +91,7 @@ def try_place(directory: str | Path, key: str = "output_dir") -> Path:
         with tempfile.TemporaryDirectory(dir=there, prefix=".penstock-"):
             return path
     except OSError as error:
-        raise cannot_make(path, error, key) from None
+        raise place_error(path, error, key) from None
 
 
 def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool]) -> RunPlace:
@@ -107,13 +107,13 @@ def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool])
         except FileExistsError:
             continue
         except OSError as error:
-            raise cannot_make(place.path, error) from None
+            raise place_error(place.path, error) from None
         config.name = place.path.name
         return place
     raise ConfigError(f"{config.output_dir}/{stem}: a thousand runs of that name; set name=...")
 
 
-def has_begun_at(url: str) -> bool:
+def has_results_at(url: str) -> bool:
     """Return whether there is a run with results. Raises `CheckpointError` if that cannot be told."""
     names = list_names(url)
     return "config.yaml" in names and (
@@ -121,9 +121,9 @@ def has_begun_at(url: str) -> bool:
     )
 
 
-def made_free(url: str, made: Collection[str]) -> bool:
+def clear_unused(url: str, made: Collection[str]) -> bool:
     """Return whether a new run may be there. What a run without results left is removed. Raises `CheckpointError`."""
-    if has_begun_at(url):
+    if has_results_at(url):
         return False
     names = list_names(url)
     if "config.yaml" in names:

@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Worked:
+class WorkReport:
     """The work that the store has seen since the last time."""
 
     work: tuple[Work, ...] = ()
@@ -56,7 +56,7 @@ class Worked:
     """Number of entries that the store had no room for."""
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], now: float) -> "Worked":
+    def of(cls, told: Mapping[str, Any], now: float) -> "WorkReport":
         """The work as the store tells it. `told`: `StoreClient.work()`. `now`: this machine's time at the answer."""
         differs = now - float(told["now"])
         shift = differs if abs(differs) > CLOCKS_DIFFER_S else 0.0

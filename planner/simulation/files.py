@@ -23,7 +23,7 @@ from penstock.orchestrator.observability.step_trace import (
     traced,
 )
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.timeline import Span, Work, Worked
+from penstock.orchestrator.run_directory.timeline import Span, Work, WorkReport
 from penstock.planner.simulation.simulation import Simulation
 from penstock.planner.simulation.trainer import SimulatedStep
 from penstock.store.service.store_stats import stats
@@ -195,18 +195,18 @@ class RunFiles:
         self._busy = found
         return gained
 
-    def _worked(self) -> Worked:
+    def _worked(self) -> WorkReport:
         """All that the log has noted since the last time."""
         held, missed = self._simulation.store.ledger.residents.leases.held, 0
         work, admitted = list[Work](), dict[int, float]()
         while True:
             told = self._log.take(held)
-            part = Worked.of(told, float(told["now"]))
+            part = WorkReport.of(told, float(told["now"]))
             work += part.work
             admitted |= part.admitted
             missed += part.missed
             if not told["more"]:
-                return Worked(tuple(work), admitted, missed)
+                return WorkReport(tuple(work), admitted, missed)
 
 
 def _with_turn(spans: list[Span], formed: float) -> list[Span]:

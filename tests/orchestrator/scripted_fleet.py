@@ -21,7 +21,7 @@ from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.cluster.node_agents import StateNodes
-from penstock.orchestrator.cluster.owners import Owner, ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller
@@ -366,7 +366,7 @@ class ScriptedFleet(OneMachine):
         await asyncio.gather(*attaching, return_exceptions=True)
 
     state_nodes = StateNodes({}, {}, {})
-    owner: Owner = ThisProcess()
+    owner: Owner = Owner()
 
     async def resume(self, trainers: list[tuple[str, Any]]) -> None:
         pass

@@ -16,7 +16,7 @@ from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR, gpu_bytes
-from penstock.orchestrator.configuration.run_memory import RunMemory, with_chosen
+from penstock.orchestrator.configuration.run_memory import RunMemory, choose_auto
 from penstock.planner.asked import overrides_of, search_of
 from penstock.planner.hardware import KINDS, GpuKind, Nodes
 from penstock.planner.search import Plan, Search
@@ -101,7 +101,7 @@ def check_starts(run: tuple[str, ...], search: Search, plan: Plan) -> None:
     assert kinds == Counter({label_of(kind): count for kind, count in plan.candidate.engines})
     ranks = {on[actor.name].labels[ACCELERATOR] for actor in actors if actor.role in ("trainer", "scorer")}
     assert ranks == {label_of(plan.candidate.ranks)}
-    memory = with_chosen(RunMemory(config, search.flow, search.shapes, gpu_bytes(config, nodes, actors)))
+    memory = choose_auto(RunMemory(config, search.flow, search.shapes, gpu_bytes(config, nodes, actors)))
     memory.check()
     assert memory.peaks() == pytest.approx(plan.memory.peaks())
     assert memory.config.trainer == plan.config.trainer

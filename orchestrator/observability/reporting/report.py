@@ -34,11 +34,11 @@ from penstock.orchestrator.observability.marks import marks_of
 from penstock.orchestrator.observability.runs.columns import Columns
 from penstock.orchestrator.observability.runs.found import ENDED
 from penstock.orchestrator.observability.runs.own_files import read_own
-from penstock.orchestrator.run_directory.fetching import at_place, bring_all, bring_more
+from penstock.orchestrator.run_directory.fetching import fetch_files, open_at, upload_all
 from penstock.orchestrator.run_directory.pictures import COLUMN, FOLDER, MOST_BYTES, NAME
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import last_start_or_end
-from penstock.workers.prompts.pictures import MARK
+from penstock.workers.prompts.row_pictures import MARK
 
 SHOWN, OPENED = 120, 400
 """Longest edges of a picture at its place and once it is clicked, in pixels: of what the page holds, too."""
@@ -148,8 +148,8 @@ def _rule(name: str, size: tuple[int, int], url: str) -> str:
     longest = max(size)
     small = [round(edge * min(1.0, SHOWN / longest)) or 1 for edge in size]
     large = [edge * max(1, OPENED // longest) for edge in size]
-    at_place = f".{name}{{width:{small[0]}px;height:{small[1]}px;background-image:url({url})}}"
-    return at_place + f".{name}:focus{{width:{large[0]}px;height:{large[1]}px}}"
+    open_at = f".{name}{{width:{small[0]}px;height:{small[1]}px;background-image:url({url})}}"
+    return open_at + f".{name}:focus{{width:{large[0]}px;height:{large[1]}px}}"
 
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -167,12 +167,12 @@ def report_of(run: str) -> str:
     """Rebuild the report of the run in a directory or at a URL, where it is brought with all that is missing there.
     Returns the page's place. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take
     it."""
-    with at_place(run, more=_last_samples) as directory:
-        bring_more(directory, _pictures(directory))
+    with open_at(run, more=_last_samples) as directory:
+        fetch_files(directory, _pictures(directory))
         page = write_report(directory.path)
         if directory.url is None:
             return str(page)
-        bring_all(directory)
+        upload_all(directory)
         return f"{directory.url}/{page.name}"
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.cluster.connection import at_run
-from penstock.orchestrator.run_directory.fetching import at_place
+from penstock.orchestrator.run_directory.fetching import open_at
 from penstock.orchestrator.run_directory.run_directory import RUN_ID, RunDirectory
 from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end
 from penstock.store.client.store_client import StoreClient
@@ -32,7 +32,7 @@ STATES = ("waiting", "free", "leased", "done")
 def print_status(run: str, console: Console) -> None:
     """Print the status of a run. `run`: its directory or URL. Raises `ConfigError` if `run` is no run, `ResourceError`
     if it goes on and does not answer, `CheckpointError` for a URL that does not."""
-    with at_place(run) as directory:
+    with open_at(run) as directory:
         _print(directory, console)
 
 

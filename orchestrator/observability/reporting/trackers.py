@@ -436,7 +436,9 @@ class Sender:
             is_full = self._cut()
             self._changed.notify_all()
         if is_full:
-            self._failed_writes.fails(f"{self.name} queue", TimeoutError(FULL), "The oldest of its steps are lost.")
+            self._failed_writes.record_failure(
+                f"{self.name} queue", TimeoutError(FULL), "The oldest of its steps are lost."
+            )
 
     def finish(self, end: End) -> None:
         with self._changed:
@@ -455,8 +457,8 @@ class Sender:
             self._waiting.clear()
             self._sending = 0
         if num_lost:
-            self._failed_writes.loses(self.name, num_lost)
-        self._failed_writes.waits(self.name, 0)
+            self._failed_writes.count_lost(self.name, num_lost)
+        self._failed_writes.set_waiting(self.name, 0)
         if is_late:
             self._failed_writes.tell(
                 f"{self.name}: has not closed within {self._timeout_s:g} s, and is left. {_lacks(num_lost)}"
@@ -507,10 +509,10 @@ class Sender:
             call()
         except Exception as error:  # noqa: BLE001 - a tracker must not end a run, whatever its package raises
             if not self._is_abandoned:
-                self._failed_writes.fails(self.name, _short(error), TRIED_AGAIN if self._end is None else "")
+                self._failed_writes.record_failure(self.name, _short(error), TRIED_AGAIN if self._end is None else "")
             return False
         if not self._is_abandoned:
-            self._failed_writes.works(self.name)
+            self._failed_writes.record_success(self.name)
         return True
 
     def _next(self) -> tuple[int, dict[str, float]] | None:
@@ -520,7 +522,7 @@ class Sender:
             self._changed.wait_for(lambda: self._waiting or self._end is not None or self._is_abandoned)
             entry = self._waiting.popleft() if self._waiting and not self._is_abandoned else None
             self._sending = 0 if entry is None else 1
-            self._failed_writes.waits(self.name, len(self._waiting))
+            self._failed_writes.set_waiting(self.name, len(self._waiting))
         return entry
 
     def _put_back(self, entry: tuple[int, dict[str, float]], is_lost: bool) -> None:
@@ -529,7 +531,7 @@ class Sender:
                 return
             self._sending = 0
             if is_lost:
-                self._failed_writes.loses(self.name)
+                self._failed_writes.count_lost(self.name)
             else:
                 self._waiting.appendleft(entry)
                 self._cut()
@@ -539,8 +541,8 @@ class Sender:
         is_full = len(self._waiting) > self._max_waiting
         if is_full:
             self._waiting.popleft()
-            self._failed_writes.loses(self.name)
-        self._failed_writes.waits(self.name, len(self._waiting))
+            self._failed_writes.count_lost(self.name)
+        self._failed_writes.set_waiting(self.name, len(self._waiting))
         return is_full
 
     def _pause(self) -> None:

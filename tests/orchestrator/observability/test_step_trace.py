@@ -12,7 +12,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.step_trace import FINE, StepTrace, lanes_of, with_waits
 from penstock.orchestrator.run_directory.json_lines import read_lines
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.timeline import Span, Work, Worked
+from penstock.orchestrator.run_directory.timeline import Span, Work, WorkReport
 from penstock.store.errors import StoreUnreachable
 from penstock.workers.trainer.report import StepReport, TrainedRows
 
@@ -121,7 +121,7 @@ def test_times_of_a_machine_whose_clock_differs_are_moved_to_this_one() -> None:
         "admitted": [[3, 989.0]],
         "missed": 0,
     }
-    near, far = Worked.of(told, 1000.1), Worked.of(told, 1060.0)
+    near, far = WorkReport.of(told, 1000.1), WorkReport.of(told, 1060.0)
     assert (near.work[0].end, near.admitted[3]) == (999.0, 989.0)  # the answer took a moment
     assert (far.work[0].end, far.admitted[3]) == (1059.0, 1049.0)
 

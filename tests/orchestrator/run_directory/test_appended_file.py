@@ -96,7 +96,7 @@ def test_records_that_still_wait_at_the_end_are_lost_and_told(tmp_path: Path) ->
     (tmp_path / "lines").symlink_to("/dev/full")
     file, failed_writes = file_at(tmp_path / "lines")
     told: list[str] = []
-    failed_writes.tell_to(told.append)
+    failed_writes.set_printer(told.append)
     for record in (b"one\n", b"two\n"):
         file.append(record)
     file.close()

@@ -16,7 +16,7 @@ def test_the_first_of_each_kind_is_told_and_noted_and_all_are_counted() -> None:
     noted: list[tuple[str, str]] = []
     told: list[str] = []
     failed_writes = FailedWrites(lambda kind, error: noted.append((kind, str(error))))
-    failed_writes.tell_to(told.append)
+    failed_writes.set_printer(told.append)
     for kind in ("samples", "samples", "timeline", "samples"):
         fail(failed_writes, kind)
     reason = "[Errno 28] No space left on device"
@@ -29,7 +29,7 @@ def test_the_first_of_each_kind_is_told_and_noted_and_all_are_counted() -> None:
 def test_that_it_works_again_is_told_and_so_is_the_next_failure() -> None:
     told: list[str] = []
     failed_writes = FailedWrites(lambda kind, error: None)
-    failed_writes.tell_to(told.append)
+    failed_writes.set_printer(told.append)
     for _ in range(2):
         fail(failed_writes)
         for _ in range(2):
@@ -42,8 +42,8 @@ def test_losses_before_anybody_listened_are_told_to_the_first_listener() -> None
     told: list[str] = []
     failed_writes = FailedWrites(lambda kind, error: None)
     fail(failed_writes)
-    failed_writes.tell_to(told.append)
-    failed_writes.tell_to(told.append)
+    failed_writes.set_printer(told.append)
+    failed_writes.set_printer(told.append)
     assert len(told) == 1
 
 

@@ -12,12 +12,12 @@ from penstock.conf.errors import CheckpointError, ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting import report
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
-from penstock.orchestrator.run_directory.fetching import at_place, bring_all, bring_here
+from penstock.orchestrator.run_directory.fetching import fetch_run, open_at, upload_all
 from penstock.orchestrator.run_directory.pictures import PictureFolder, name_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.store.data.rows import Rows
-from penstock.workers.machine.files import find, remove
+from penstock.workers.runtime.url_files import find, remove
 from tests.remote_places import Flaky, flaky
 from tests.vision_models import picture
 
@@ -45,7 +45,7 @@ class Machine:
         """A process that takes the run up and trains a step."""
         place = self.place()
         config = load_config([f"output_dir={URL}", "name=run"])
-        bring_here(place)
+        fetch_run(place)
         is_new = not place.path.is_dir()
         directory = RunDirectory.create(config) if is_new else RunDirectory.open(place.path, place.url)
         if is_brought:
@@ -108,23 +108,23 @@ def test_a_copy_that_was_half_fetched_is_fetched_again(
 
     monkeypatch.setattr(Flaky, "get_file", breaks)
     with pytest.raises(CheckpointError, match="the line is dead"):
-        bring_here(other.place())
+        fetch_run(other.place())
     monkeypatch.setattr(Flaky, "get_file", whole)
-    bring_here(other.place())
+    fetch_run(other.place())
     assert steps(RunDirectory.open(other.place().path)) == [1]
 
 
 def test_a_run_is_looked_at_in_its_working_copy_or_in_a_passing_one_elsewhere(one: Machine, other: Machine) -> None:
     here = one.turn(1)
-    with at_place(f"{URL}/run") as found:
+    with open_at(f"{URL}/run") as found:
         assert found.path == here.path
     other.place()
-    with at_place(f"{URL}/run") as found:
+    with open_at(f"{URL}/run") as found:
         assert (found.path.name, steps(found)) == ("run", [1])
         assert found.place == f"{URL}/run"
     assert not found.path.exists()
     assert not other.place().path.exists()
-    with pytest.raises(ConfigError, match=r"runs/nobody: there is no run\."), at_place(f"{URL}/nobody"):
+    with pytest.raises(ConfigError, match=r"runs/nobody: there is no run\."), open_at(f"{URL}/nobody"):
         pass
 
 
@@ -150,8 +150,8 @@ def test_a_report_of_a_url_has_the_pictures_of_its_last_samples(one: Machine, ot
     folder = PictureFolder(path / "pictures", 1e9, FailedWrites(lambda kind, error: None))
     for step, seen in ((2, earlier), (3, shown)):
         RunDirectory(path).write_samples(step, pa.table({"task": ["{}"], "pictures": folder.keep([[seen]])}))
-    with at_place(f"{URL}/run") as directory:
-        bring_all(directory)
+    with open_at(f"{URL}/run") as directory:
+        upload_all(directory)
     (one if from_where == "one" else other).place()
     assert main(["report", f"{URL}/run"]) == 0
     page = Flaky.store["/bucket/runs/run/report.html"].getvalue().decode()

@@ -151,7 +151,7 @@ from pathlib import Path
 from tests.orchestrator.run_directory.test_full_disk import ROWS, kinds, new_run
 
 directory, told = new_run(Path(sys.argv[1])), []
-directory.failed_writes.tell_to(told.append)
+directory.failed_writes.set_printer(told.append)
 ballast = Path(sys.argv[1]) / "ballast"
 
 def fill():

@@ -106,7 +106,7 @@ def test_a_line_that_is_half_written_does_not_come() -> None:
 def test_failed_uploads_are_told_once_counted_and_made_later(remote: type[Flaky], error: Exception) -> None:
     directory = new_run(every_s=0.01)
     told: list[str] = []
-    directory.failed_writes.tell_to(told.append)
+    directory.failed_writes.set_printer(told.append)
     remote.refused["metrics.jsonl"] = error
     directory.log_metrics({"step": 1})
     directory.bring(20)
@@ -128,7 +128,7 @@ def test_failed_uploads_are_told_once_counted_and_made_later(remote: type[Flaky]
 def test_what_has_not_come_in_the_end_is_told_with_its_place_and_the_way_there(remote: type[Flaky]) -> None:
     directory = new_run()
     told: list[str] = []
-    directory.failed_writes.tell_to(told.append)
+    directory.failed_writes.set_printer(told.append)
     directory.model.mkdir()
     (directory.model / "weights").write_bytes(b"weights")
     directory.event("start")
@@ -150,7 +150,7 @@ def test_what_has_not_come_in_the_end_is_told_with_its_place_and_the_way_there(r
 def test_one_that_hangs_is_waited_for_no_longer_than_its_deadline(remote: type[Flaky]) -> None:
     directory = new_run("tracking.upload_timeout_s=0.3")
     told: list[str] = []
-    directory.failed_writes.tell_to(told.append)
+    directory.failed_writes.set_printer(told.append)
     remote.hangs.clear()
     directory.event("start")
     directory.bring(0.1)

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from penstock.orchestrator.run_directory.mirror import (
     PACE_BYTES,
     FileStamp,
-    Lines,
+    RunRecords,
     due,
-    gone,
     is_ahead,
     is_fetched,
     is_mirrored,
-    look,
+    list_files,
+    replaced_model_files,
     whole_lines,
-    without_end,
+    without_end_event,
 )
 
 NEVER: dict[str, float] = {}
@@ -75,8 +75,8 @@ def test_the_longer_lines_are_the_more_rarely_they_are_brought(num_mib: int, wai
 def test_files_of_a_replaced_model_go_and_none_of_a_directory_that_is_away() -> None:
     uploaded = dict.fromkeys(["config.yaml", "model/a", "model/b", "samples/c"], FileStamp(1, 1))
     seen = dict.fromkeys(["config.yaml", "model/b"], FileStamp(1, 1))
-    assert gone(seen, uploaded) == ["model/a"]
-    assert gone({}, uploaded) == []
+    assert replaced_model_files(seen, uploaded) == ["model/a"]
+    assert replaced_model_files({}, uploaded) == []
 
 
 def test_a_line_that_is_half_written_is_left_out() -> None:
@@ -86,26 +86,28 @@ def test_a_line_that_is_half_written_is_left_out() -> None:
 
 def test_the_end_of_a_run_and_what_follows_are_held_back_unless_it_went_on() -> None:
     start, end, other = (f'{{"kind": "{kind}"}}\n'.encode() for kind in ("start", "end", "recording_failed"))
-    assert without_end(start + end) == without_end(start + end + other) == start
+    assert without_end_event(start + end) == without_end_event(start + end + other) == start
     for data in (start + other, start + end + start, b"", b"no json\n[1]\n"):
-        assert without_end(data) == data
+        assert without_end_event(data) == data
 
 
 @pytest.mark.parametrize(
     ("remote", "local", "ahead"),
     [
         (None, None, False),
-        (None, Lines(b"a\n", b""), False),
-        (Lines(b"a\n", b""), None, True),
-        (Lines(b"a\n", b"1\n"), Lines(b"a\n", b"1\n"), False),
-        (Lines(b"a\n", b"1\n"), Lines(b"a\n", b"1\n2\n"), False),  # died before its last upload
-        (Lines(b"a\n", b"1\n2\n"), Lines(b"a\n", b"1\n"), True),  # lost its last lines with its power
-        (Lines(b"a\nb\n", b""), Lines(b"a\n", b"1\n2\n"), True),  # another went on from all that was here
-        (Lines(b"a\nc\n", b""), Lines(b"a\nb\n", b"1\n2\n"), True),  # another went on from a part of it
-        (Lines(b"a\n", b"1\n2\n3\n"), Lines(b"a\nb\n", b"1\n"), False),  # went on here from a checkpoint
+        (None, RunRecords(b"a\n", b""), False),
+        (RunRecords(b"a\n", b""), None, True),
+        (RunRecords(b"a\n", b"1\n"), RunRecords(b"a\n", b"1\n"), False),
+        (RunRecords(b"a\n", b"1\n"), RunRecords(b"a\n", b"1\n2\n"), False),  # died before its last upload
+        (RunRecords(b"a\n", b"1\n2\n"), RunRecords(b"a\n", b"1\n"), True),  # lost its last lines with its power
+        (RunRecords(b"a\nb\n", b""), RunRecords(b"a\n", b"1\n2\n"), True),  # another went on from all that was here
+        (RunRecords(b"a\nc\n", b""), RunRecords(b"a\nb\n", b"1\n2\n"), True),  # another went on from a part of it
+        (RunRecords(b"a\n", b"1\n2\n3\n"), RunRecords(b"a\nb\n", b"1\n"), False),  # went on here from a checkpoint
     ],
 )
-def test_the_copy_that_went_on_is_the_newer_one(remote: Lines | None, local: Lines | None, ahead: bool) -> None:
+def test_the_copy_that_went_on_is_the_newer_one(
+    remote: RunRecords | None, local: RunRecords | None, ahead: bool
+) -> None:
     assert is_ahead(remote, local) == ahead
 
 
@@ -127,15 +129,15 @@ def test_a_history_on_two_machines_is_gone_on_with_from_where_it_is_longest(turn
             assert not is_ahead(_lines(remote), _lines(here))
 
 
-def _lines(events: bytes | None) -> Lines | None:
-    return None if events is None else Lines(events, b"")
+def _lines(events: bytes | None) -> RunRecords | None:
+    return None if events is None else RunRecords(events, b"")
 
 
 def test_a_look_finds_what_is_mirrored(tmp_path: Path) -> None:
     for name in ("config.yaml", "checkpoints/global_step_1/x", "sft/model/a", "run.lock", ".x.part"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("12")
-    found = look(tmp_path)
+    found = list_files(tmp_path)
     assert sorted(found) == ["config.yaml", "sft/model/a"]
     assert found["config.yaml"].num_bytes == 2
-    assert look(tmp_path / "away") == {}
+    assert list_files(tmp_path / "away") == {}

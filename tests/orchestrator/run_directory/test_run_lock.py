@@ -88,7 +88,7 @@ def test_a_lock_that_keeps_nobody_out_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(fcntl, "flock", flock)
     directory = RunDirectory.create(load_config([f"output_dir={tmp_path}", "name=alone"]))
     told: list[str] = []
-    directory.failed_writes.tell_to(told.append)
+    directory.failed_writes.set_printer(told.append)
     directory.close()
     assert f"{tmp_path}/alone is on a file system without locks (flock)" in told[0]
 

@@ -57,7 +57,7 @@ def test_validate_says_what_a_run_would_wait_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(validate, "look", lambda: [node(1, 1)])
     plan, config = planned("cluster.wait_s=60")
     view = PlacementView.of(plan, config)
-    assert view.found().startswith("the run waits for nodes for up to 60 s (cluster.wait_s): The run reserves")
+    assert view.summary().startswith("the run waits for nodes for up to 60 s (cluster.wait_s): The run reserves")
     plan, config = planned()
     with pytest.raises(ResourceError, match="and the cluster has 1"):
         PlacementView.of(plan, config).summary()

@@ -45,7 +45,8 @@ def test_a_rank_holds_sixteen_bytes_a_parameter_over_its_shards() -> None:
 def test_a_frozen_tower_has_weights_alone_and_a_trained_one_all_else_too() -> None:
     shape = shape_of("QWEN25_VL_7B")
     frozen, trained = (
-        rank_memory(replace(setting_of("QWEN25_VL_7B", freeze=freeze), seen_share=0.5)) for freeze in (["vision"], [])
+        rank_memory(replace(setting_of("QWEN25_VL_7B", freeze=freeze), picture_share=0.5))
+        for freeze in (["vision"], [])
     )
     assert frozen.parts["weights"] == pytest.approx(4 * shape.num_parameters)
     assert frozen.parts["moments"] == pytest.approx(8 * (shape.num_parameters - shape.tower_parameters))
@@ -57,7 +58,7 @@ def test_a_frozen_tower_has_weights_alone_and_a_trained_one_all_else_too() -> No
 def test_a_large_picture_may_be_what_a_small_batch_needs_most_for() -> None:
     setting = replace(setting_of("QWEN25_VL_7B", tokens=1024, row_tokens=8192, dtype="float32"), is_trained=False)
     assert rank_memory(setting).moment == "scoring"
-    assert rank_memory(replace(setting, seen_share=0.9)).moment == "tower"
+    assert rank_memory(replace(setting, picture_share=0.9)).moment == "tower"
 
 
 def test_zero_holds_what_its_stage_does_not_shard() -> None:

@@ -214,7 +214,7 @@ def test_without_a_known_gpu_keys_have_their_defaults(
     assert (config.rollout.gpu_share, config.trainer.microbatch_tokens, config.trainer.recomputes_layers) == (
         0.5, 8192, True,
     )  # fmt: skip
-    assert "cluster.gpu_memory_gib" in shown.found()
+    assert "cluster.gpu_memory_gib" in shown.summary()
     on_cpu = load_config(["recipe=gsm8k", "model=tiny"])
     assert (on_cpu.trainer.microbatch_tokens, on_cpu.trainer.recomputes_layers) == (8192, False)
 
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_with_the_keys(
     words: tuple[str, ...], keys: tuple[str, ...], view: Callable[..., MemoryView]
 ) -> None:
     with pytest.raises(ResourceError) as caught:
-        view(LARGE, *words).found()
+        view(LARGE, *words).summary()
     assert all(key in str(caught.value) for key in keys), caught.value
 
 
@@ -265,7 +265,7 @@ def test_a_node_that_no_actor_with_a_gpu_may_get_says_nothing(view: Callable[...
 def test_a_model_of_another_kind_is_no_fault(view: Callable[..., MemoryView], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "OTHER", {"model_type": "mamba"}, raising=False)
     shown = view("OTHER")
-    assert "model of type 'mamba' (known types: llama, " in shown.found()
+    assert "model of type 'mamba' (known types: llama, " in shown.summary()
     assert shown.devices() is None
 
 

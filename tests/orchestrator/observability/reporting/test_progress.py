@@ -56,7 +56,7 @@ def test_an_output_that_cannot_be_written_is_counted_and_written_again_later(tmp
     failed_writes = FailedWrites(lambda kind, error: None)
     with (tmp_path / "log").open("w") as file:
         progress = ProgressDisplay(load_config([]), "a run", console=Console(file=file), failed_writes=failed_writes)
-        failed_writes.tell_to(progress.note)
+        failed_writes.set_printer(progress.note)
         progress.step(1, {})
         for step in range(2, 1002):
             with files_up_to(100):

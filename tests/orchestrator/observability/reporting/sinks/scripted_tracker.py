@@ -69,7 +69,7 @@ def sender_to(
 ) -> tuple[Sender, list[str]]:
     """One that has begun, and what people are told."""
     told: list[str] = []
-    directory.failed_writes.tell_to(told.append)
+    directory.failed_writes.set_printer(told.append)
     sender = Sender("tracker", tracker, about(directory), directory, timeout_s, pause_s, most)
     sender.begin()
     return sender, told

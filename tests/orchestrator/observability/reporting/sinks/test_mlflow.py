@@ -100,7 +100,7 @@ def test_a_server_that_is_down_costs_the_run_nothing(tmp_path: Path) -> None:
         nobody.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         directory, told = new_run(tmp_path), list[str]()
-        directory.failed_writes.tell_to(told.append)
+        directory.failed_writes.set_printer(told.append)
         sender = Sender("mlflow", Mlflow(MlflowConfig(tracking_uri=uri)), about(directory), directory, 60.0)
         sender.begin()
         sent(sender, *range(20))

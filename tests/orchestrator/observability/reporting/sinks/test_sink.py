@@ -92,7 +92,7 @@ def test_records_are_whole_as_they_are_written(tmp_path: Path) -> None:
 def test_a_sink_of_ones_own_that_cannot_write_costs_its_own_numbers(tmp_path: Path, error: OSError) -> None:
     directory, own = new_run(tmp_path), Own(error)
     told: list[str] = []
-    directory.failed_writes.tell_to(told.append)
+    directory.failed_writes.set_printer(told.append)
     sinks = [own, JsonLines(directory)]
     for step in (1, 2, 3):
         log_to(sinks, step, {"a": step}, directory.failed_writes)
