@@ -20,7 +20,7 @@ EXTRAS: Mapping[str, Collection[str]] = {
 }
 """Modules that an extra of pyproject.toml brings, and that something cannot do without, by the extra."""
 
-POSITIVE = 0.0
+POSITIVE = "positive"
 """Bound of a field that must be greater than 0."""
 
 
