@@ -9,7 +9,7 @@
     run.lock        the process in it         stacks/         of members that were ended, or looked at in a stall
     logs/           what actors printed       threads.json    numbers of actors' threads
     trackers/       their ids of the run      wandb/          files of W&B
-    pictures/       those that samples name (`pictures.py`)
+    pictures/       those that samples name (`picture_folder.py`)
     run_id          what tells it from others of its name
     states/         those that a session's loop has saved (`loops/policy.py`)
 

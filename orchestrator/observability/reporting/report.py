@@ -35,7 +35,7 @@ from penstock.orchestrator.observability.runs.columns import Columns
 from penstock.orchestrator.observability.runs.found import ENDED
 from penstock.orchestrator.observability.runs.own_files import read_own
 from penstock.orchestrator.run_directory.fetching import fetch_files, open_at, upload_all
-from penstock.orchestrator.run_directory.pictures import COLUMN, FOLDER, MOST_BYTES, NAME
+from penstock.orchestrator.run_directory.picture_folder import COLUMN, FOLDER, MOST_BYTES, NAME
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import last_start_or_end
 from penstock.workers.prompts.row_pictures import MARK

@@ -2,7 +2,7 @@
 
 Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone
 (`workers/trainer/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token. Pictures are kept beside
-the samples, which name them (`run_directory/pictures.py`).
+the samples, which name them (`run_directory/picture_folder.py`).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.ray_calls import Kind, answer, kind_of, outcomes
 from penstock.orchestrator.observability.reporting.step_log import QUICK_S
-from penstock.orchestrator.run_directory.pictures import COLUMN, FOLDER, PictureFolder
+from penstock.orchestrator.run_directory.picture_folder import COLUMN, FOLDER, PictureFolder
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import TokenValues

@@ -13,7 +13,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting import report
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.fetching import fetch_run, open_at, upload_all
-from penstock.orchestrator.run_directory.pictures import PictureFolder, name_of
+from penstock.orchestrator.run_directory.picture_folder import PictureFolder, name_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.store.data.rows import Rows

@@ -16,7 +16,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import processor_of, tokenizer_of
 from penstock.orchestrator.run import run
-from penstock.orchestrator.run_directory.pictures import name_of
+from penstock.orchestrator.run_directory.picture_folder import name_of
 from penstock.workers.prompts.opening import encoder_of, open_rows
 from tests.run_files import metrics_of, sampled_difference, samples_of
 

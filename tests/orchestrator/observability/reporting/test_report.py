@@ -21,7 +21,7 @@ from penstock.orchestrator.observability.reporting.closing import cards_of, next
 from penstock.orchestrator.observability.reporting.report import SCRIPT, script, static, write_report
 from penstock.orchestrator.observability.runs.columns import Columns
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
-from penstock.orchestrator.run_directory.pictures import PictureFolder
+from penstock.orchestrator.run_directory.picture_folder import PictureFolder
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from tests.small_files import files_up_to

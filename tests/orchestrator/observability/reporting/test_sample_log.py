@@ -14,12 +14,12 @@ from penstock.algorithms.catalogue import build_dataflow, dataflow_of, in_enviro
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability.reporting.sample_log import SampleLog, with_token_values
-from penstock.orchestrator.run_directory.pictures import name_of
+from penstock.orchestrator.run_directory.picture_folder import name_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.agents.trajectory import Trajectory, Turn, row_columns
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.trainer.report import TokenValues
-from penstock.workers.trajectory import Trajectory, Turn, row_columns
 from tests.fakes.actors import FakeHandle
 from tests.run_files import samples_of
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
-from penstock.orchestrator.run_directory.pictures import NAME, PictureFolder, name_of
+from penstock.orchestrator.run_directory.picture_folder import NAME, PictureFolder, name_of
 from tests.amounts import amount
 from tests.small_files import files_up_to
 
