@@ -341,16 +341,28 @@ def watched(
     Raises what `action` raised; `TimeoutError` when it stands still. Returns early, `action` unfinished, on an alarm
     that was set elsewhere: the one that set it knows what happened. `device`: the thread's current one, if it is a GPU.
     """
-    call = _Call(action, alarm, device)
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread starts on device 0
+            action()
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
+            failures.append(error)
+        finally:
+            alarm.set()
+
     last, moved = progress(), time.monotonic()
-    call.start()
+    # A daemon thread, so that a stuck one does not keep the process from ending.
+    threading.Thread(target=run, name="weights", daemon=True).start()
     while not alarm.wait(timeout_s / 8):
         if progress() != last:
             last, moved = progress(), time.monotonic()
         elif time.monotonic() - moved > timeout_s:
             raise TimeoutError
-    if call.error is not None:
-        raise call.error
+    if failures:
+        raise failures[0]
 
 
 def _vllm_trainer_init() -> Callable[..., Any]:
@@ -366,25 +378,6 @@ def portable(info: Info) -> Info:
     if handles is None:
         return info
     return {key: value for key, value in info.items() if key != "ipc_handles"} | {PICKLED: pickle.dumps(handles)}
-
-
-class _Call(threading.Thread):
-    """A daemon thread for the action, so that a stuck one does not keep the process from ending."""
-
-    def __init__(self, action: Callable[[], None], ended: threading.Event, device: torch.device) -> None:
-        super().__init__(name="weights", daemon=True)
-        self.error: Exception | None = None
-        self._action, self._ended, self._device = action, ended, device
-
-    def run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts on device 0
-        try:
-            self._action()
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = error
-        finally:
-            self._ended.set()
 
 
 def ipc_init_info(rank: SendingRank, engines: Engines, address: str, bucket_bytes: int) -> Any:

@@ -38,6 +38,7 @@ import xxhash
 from penstock.network.connection import Address
 from penstock.workers.weights.publication.layout import (
     RANGE_BYTES,
+    Chunk,
     Layout,
     byte_span,
     check_coverage,
@@ -56,15 +57,6 @@ LANE_BYTES = 2**28
 NEARBY = 3
 """Nodes of the chain that are asked before its trainer is: a node that dies then costs its neighbours little, and all
 nodes share the trainer's link."""
-
-
-class Chunk(NamedTuple):
-    """Range of elements of a flattened tensor that one rank writes."""
-
-    name: str
-    first_element: int
-    num_elements: int
-    rank: int
 
 
 class Lane(NamedTuple):

@@ -33,17 +33,15 @@ import xxhash
 from penstock.conf.errors import DeadlineExceeded, WeightError
 from penstock.network.connection import Connection
 from penstock.workers.protocols import Publication
-from penstock.workers.runtime.local_files import write_whole
 from penstock.workers.weights.chain.difference import difference
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan, Lane, Pull
 from penstock.workers.weights.publication.layout import ElementRange
 from penstock.workers.weights.publication.publication_files import (
-    MANIFEST_NAME,
     Manifest,
     WritableMappings,
-    manifest_to_json,
     prepare_slot,
     publication_directory,
+    write_manifest,
 )
 
 LEAVING_S = 5.0
@@ -105,9 +103,7 @@ class Slot:
             ElementRange(chunk.name, chunk.first_element, chunk.num_elements, digests[number].hex(), chunk.rank)
             for number, chunk in enumerate(self._plan.chunks)
         )
-        manifest = Manifest(self.path, self._version, layout, tuple(ranges))
-        write_whole(self.path / MANIFEST_NAME, manifest_to_json(manifest))
-        return Publication(str(self.path), self._version, layout.num_bytes)
+        return write_manifest(Manifest(self.path, self._version, layout, tuple(ranges)))
 
     def close(self) -> None:
         """Unlock the file: another version may be written into it."""

@@ -15,19 +15,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.conf.errors import WeightError, suggest
 
-DTYPE_BYTES = {
-    "int64": 8, "float64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1,
+DTYPES = {
+    "int64": (8, "I64"), "float64": (8, "F64"), "float32": (4, "F32"), "int32": (4, "I32"), "bfloat16": (2, "BF16"),
+    "float16": (2, "F16"), "int16": (2, "I16"), "int8": (1, "I8"), "uint8": (1, "U8"), "bool": (1, "BOOL"),
 }  # fmt: skip
-"""Bytes of an element, in the order in which the library sorts dtypes."""
-DTYPE_CODES = {
-    "int64": "I64", "float64": "F64", "float32": "F32", "int32": "I32", "bfloat16": "BF16", "float16": "F16",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+"""Bytes of an element and the format's name of each dtype, in the order in which the library sorts them."""
+DTYPE_BYTES = {name: num_bytes for name, (num_bytes, _) in DTYPES.items()}
 RANGE_BYTES = 16 * 2**20
 """Largest range that one checksum is for. Readers can check several at a time."""
 
@@ -96,7 +93,7 @@ def compute_layout(tensors: Iterable[tuple[str, Sequence[int], str]]) -> Layout:
     position = 0
     for name, shape, dtype in entries:
         end = position + math.prod(shape) * DTYPE_BYTES[dtype]
-        fields[name] = {"dtype": DTYPE_CODES[dtype], "shape": shape, "data_offsets": [position, end]}
+        fields[name] = {"dtype": DTYPES[dtype][1], "shape": shape, "data_offsets": [position, end]}
         starts.append(position)
         position = end
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
@@ -107,6 +104,15 @@ def compute_layout(tensors: Iterable[tuple[str, Sequence[int], str]]) -> Layout:
         for (name, shape, dtype), start in zip(entries, starts, strict=True)
     )
     return Layout(header, places)
+
+
+class Chunk(NamedTuple):
+    """Range of elements of a flattened tensor that one rank writes."""
+
+    name: str
+    first_element: int
+    num_elements: int
+    rank: int
 
 
 class ElementRange(NamedTuple):
@@ -120,21 +126,10 @@ class ElementRange(NamedTuple):
     rank: int
 
 
-class Elements(Protocol):
-    """The fields of a range that a check of coverage needs."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def first_element(self) -> int: ...
-    @property
-    def num_elements(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Outlet:
     """The connection of a rank's writing to its node's relay, which sends to other machines meanwhile
-    (`chain/reports.py`). By default there is none."""
+    (`chain/relay.py`). By default there is none."""
 
     range_bytes: int = RANGE_BYTES
     """Largest size of a range, in bytes."""
@@ -155,23 +150,22 @@ def cut(place: TensorPlace, first_element: int, num_elements: int, range_bytes: 
         yield start, min(size, end - start)
 
 
-def byte_span(layout: Layout, entry: Elements) -> tuple[int, int]:
+def byte_span(layout: Layout, entry: Chunk | ElementRange) -> tuple[int, int]:
     """First and last-plus-one byte of a range in the file. Raises `WeightError` for an unknown tensor."""
     place = layout.place(entry.name)
     start = place.offset + entry.first_element * place.element_bytes
     return start, start + entry.num_elements * place.element_bytes
 
 
-def check_coverage(what: str, layout: Layout, ranges: Iterable[Elements]) -> None:
+def check_coverage(what: str, layout: Layout, ranges: Iterable[Chunk] | Iterable[ElementRange]) -> None:
     """Check that every element of every tensor is in exactly one range. Raises `WeightError` with the first tensor for
     which it is not so; `what`: whose ranges they are."""
-    written: dict[str, list[Elements]] = {}
+    written: dict[str, list[tuple[int, int]]] = {}
     for entry in ranges:
-        written.setdefault(entry.name, []).append(entry)
+        written.setdefault(entry.name, []).append((entry.first_element, entry.num_elements))
     for place in layout.tensors:
-        parts = sorted(written.get(place.name, []), key=lambda part: part.first_element)
-        covered = _covered(parts)
-        total = sum(entry.num_elements for entry in parts)
+        spans = sorted(written.get(place.name, []))
+        covered, total = _covered(spans), sum(count for _, count in spans)
         if (covered, total) != (place.num_elements, place.num_elements):
             raise WeightError(
                 f"{what}: tensor {place.name!r} has {place.num_elements} elements, {total} were written, "
@@ -191,10 +185,11 @@ def _sorted_entries(tensors: Iterable[tuple[str, Sequence[int], str]]) -> list[t
     return sorted(entries.values(), key=lambda entry: (order.index(entry[2]), entry[0].encode()))
 
 
-def _covered(parts: Sequence[Elements]) -> int:
+def _covered(spans: Iterable[tuple[int, int]]) -> int:
+    """Number of elements up to the first gap or overlap of spans (first element, count), which are in order."""
     covered = 0
-    for entry in parts:
-        if entry.first_element != covered:
+    for first, count in spans:
+        if first != covered:
             break
-        covered += entry.num_elements
+        covered += count
     return covered

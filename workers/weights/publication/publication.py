@@ -49,12 +49,11 @@ from penstock.workers.weights.publication.layout import (
     cut,
 )
 from penstock.workers.weights.publication.publication_files import (
-    MANIFEST_NAME,
     Manifest,
     WritableMappings,
-    manifest_to_json,
     prepare_slot,
     publication_directory,
+    write_manifest,
 )
 
 BLOCK_BYTES = 2**19
@@ -177,10 +176,10 @@ def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1
                 "finish()."
             ) from None
     check_coverage(f"publication {path}", layout, ranges)
-    write_whole(path / MANIFEST_NAME, manifest_to_json(Manifest(path, version, layout, tuple(ranges))))
+    publication = write_manifest(Manifest(path, version, layout, tuple(ranges)))
     for rank in range(num_ranks):
         _rank_file(path, rank).unlink(missing_ok=True)
-    return Publication(str(path), version, layout.num_bytes)
+    return publication
 
 
 def needs_buffers(values: Tensor) -> bool:

@@ -27,7 +27,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ import xxhash
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.runtime.local_files import Shortage, Spans, reserve
+from penstock.workers.runtime.local_files import Shortage, Spans, reserve, write_whole
 from penstock.workers.weights.publication.costs import how_to_enlarge
 from penstock.workers.weights.publication.layout import ElementRange, Layout, byte_span, compute_layout
 
@@ -50,6 +50,8 @@ POPULATE_READ, POPULATE_WRITE = 22, 23
 POPULATE_BYTES = 8 * 2**20
 """Bytes that are filled at a time: the call holds the interpreter's lock, so that a step of generation can come
 between."""
+MOST_THREADS, THREAD_BYTES = 8, 2**28
+"""Most threads that sum a publication, and fewest bytes for each."""
 
 
 def publication_directory(root: str | Path, version: int) -> Path:
@@ -113,10 +115,13 @@ def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
 
 @dataclass(frozen=True)
 class WritableFile:
-    """A whole file mapped into memory, shared and writable."""
+    """A whole file below a root, mapped into memory, shared and writable."""
 
     memory: mmap.mmap
-    is_fresh: bool
+    root: Path
+    descriptor: int
+    """Open file, which keeps the inode's number from being used again while the mapping stands for it."""
+    is_fresh: bool = True
     """True if this process has just mapped it."""
 
     def window(self, start: int, end: int) -> memoryview:
@@ -131,8 +136,8 @@ class WritableMappings:
     `close`. Threads may share it: a mapping that one releases stays with the threads that have it."""
 
     def __init__(self) -> None:
-        self._mappings: dict[tuple[int, int], _Mapping] = {}
-        """Mappings by device and inode."""
+        self._files: dict[tuple[int, int], WritableFile] = {}
+        """Mapped files by device and inode."""
         self._lock = threading.Lock()
 
     def map(self, file: Path, root: Path) -> WritableFile:
@@ -141,24 +146,25 @@ class WritableMappings:
             descriptor = os.open(file, os.O_RDWR)
             status = os.fstat(descriptor)
             key = (status.st_dev, status.st_ino)
-            if key in self._mappings and len(self._mappings[key].memory) == status.st_size:
+            if key in self._files and len(self._files[key].memory) == status.st_size:
                 os.close(descriptor)
-                return WritableFile(self._mappings[key].memory, is_fresh=False)
-            if key in self._mappings:
-                os.close(self._mappings.pop(key).descriptor)
-            mapping = self._mappings[key] = _Mapping(descriptor, mmap.mmap(descriptor, status.st_size), root)
-            return WritableFile(mapping.memory, is_fresh=True)
+                return replace(self._files[key], is_fresh=False)
+            if key in self._files:
+                os.close(self._files.pop(key).descriptor)
+            self._files[key] = WritableFile(mmap.mmap(descriptor, status.st_size), root, descriptor)
+            return self._files[key]
 
     def let_go(self, root: Path) -> None:
         """End mappings of removed files, whose memory they hold, and of other roots than this."""
         with self._lock:
-            for key in [key for key, mapping in self._mappings.items() if not mapping.is_current(root)]:
-                os.close(self._mappings.pop(key).descriptor)
+            for key, mapped in list(self._files.items()):
+                if mapped.root != root or not os.fstat(mapped.descriptor).st_nlink:
+                    os.close(self._files.pop(key).descriptor)
 
     def close(self) -> None:
         with self._lock:
-            while self._mappings:
-                os.close(self._mappings.popitem()[1].descriptor)
+            while self._files:
+                os.close(self._files.popitem()[1].descriptor)
 
 
 def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:
@@ -167,18 +173,6 @@ def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:
     with contextlib.suppress(OSError):
         for position in range(start, end, POPULATE_BYTES):
             memory.madvise(advice, position, min(POPULATE_BYTES, end - position))
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    """A mapping. `descriptor` keeps the inode's number from being used again while the mapping stands for it."""
-
-    descriptor: int
-    memory: mmap.mmap
-    root: Path
-
-    def is_current(self, root: Path) -> bool:
-        return self.root == root and os.fstat(self.descriptor).st_nlink > 0
 
 
 def _vacate(path: Path) -> None:
@@ -240,10 +234,6 @@ def _no_space(file: Path, short: Shortage) -> WeightError:
     )
 
 
-MOST_THREADS, THREAD_BYTES = 8, 2**28
-"""Most threads that sum a publication, and fewest bytes for each."""
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The description of a publication: version, layout, checksums."""
@@ -257,20 +247,18 @@ class Manifest:
     def file(self) -> Path:
         return self.directory / WEIGHTS_NAME
 
-    def span(self, entry: ElementRange) -> tuple[int, int]:
-        """First and last-plus-one byte of a range in the file."""
-        return byte_span(self.layout, entry)
 
-
-def manifest_to_json(manifest: Manifest) -> str:
-    tensors = {place.name: {"dtype": place.dtype, "shape": place.shape} for place in manifest.layout.tensors}
+def write_manifest(manifest: Manifest) -> Publication:
+    """Write the manifest, by rename: the publication is visible from here on."""
+    layout = manifest.layout
     fields = {
         "version": manifest.version,
-        "num_bytes": manifest.layout.num_bytes,
-        "tensors": tensors,
-        "ranges": [list(entry) for entry in manifest.ranges],
+        "num_bytes": layout.num_bytes,
+        "tensors": {place.name: {"dtype": place.dtype, "shape": place.shape} for place in layout.tensors},
+        "ranges": manifest.ranges,
     }
-    return json.dumps(fields)
+    write_whole(manifest.directory / MANIFEST_NAME, json.dumps(fields))
+    return Publication(str(manifest.directory), manifest.version, layout.num_bytes)
 
 
 def open_publication(publication: Publication) -> Manifest:
@@ -354,7 +342,7 @@ class MappedWeights:
         view = memoryview(self._memory)
 
         def checksum(entry: ElementRange) -> str:
-            start, end = self.manifest.span(entry)
+            start, end = byte_span(self.manifest.layout, entry)
             return xxhash.xxh3_128_hexdigest(view[start:end])
 
         with ThreadPoolExecutor(num_checking_threads(len(view))) as threads:

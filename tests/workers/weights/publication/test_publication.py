@@ -11,7 +11,7 @@ import torch
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication import publication_files
-from penstock.workers.weights.publication.layout import Outlet, compute_layout
+from penstock.workers.weights.publication.layout import Outlet, byte_span, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, seal
 from penstock.workers.weights.publication.publication_files import (
     MappedWeights,
@@ -264,7 +264,7 @@ def test_several_threads_check_a_large_file_and_name_the_first_fault(
     mapped.verify()
     first, *_, last = mapped.manifest.ranges
     for entry in (last, first):
-        flip_byte(weights_file(publication), mapped.manifest.span(entry)[0])
+        flip_byte(weights_file(publication), byte_span(mapped.manifest.layout, entry)[0])
     with pytest.raises(WeightError, match=f"tensor '{first.name}'"):
         mapped.verify()
 
