@@ -40,14 +40,15 @@ def exported(origin: Origin | None) -> Meters:
 def exporting(origin: Origin | None) -> Iterator[Meters]:
     """Export the driver's meters within the block. The driver is connected to Ray there, and maybe not afterwards."""
     meters = Meters()
-    export = RayExport(meters, origin) if origin is not None else None
-    if export is not None:
-        export.start()
+    if origin is None:
+        yield meters
+        return
+    export = RayExport(meters, origin)
+    export.start()
     try:
         yield meters
     finally:
-        if export is not None:
-            export.close()
+        export.close()
 
 
 class RayExport:

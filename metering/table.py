@@ -128,57 +128,10 @@ SERVE_STORED = Metric("penstock_serve_stored_bytes", GAUGE, "bytes", "Saved weig
     labels=("tenant",), condition=ON_SERVER)
 
 # fmt: on
-METRICS: dict[str, tuple[Metric, ...]] = {
-    "rollout": (
-        ROLLOUT_TOKENS,
-        ROLLOUT_SAMPLES,
-        ROLLOUT_BUSY,
-        ROLLOUT_RUNNING,
-        ROLLOUT_WAITING,
-        ROLLOUT_KV_CACHE,
-        ROLLOUT_PREFIX_LOOKUPS,
-        ROLLOUT_PREFIX_HITS,
-        ROLLOUT_LOAD,
-        ROLLOUT_LOAD_PHASES,
-    ),
-    "trainer": (
-        TRAINER_STEPS,
-        TRAINER_SAMPLES,
-        TRAINER_TOKENS,
-        TRAINER_PHASES,
-        TRAINER_LAST_STEP,
-        TRAINER_FLOPS,
-        TRAINER_MFU,
-        TRAINER_MEMORY,
-    ),
-    "store": (
-        STORE_ROWS,
-        STORE_ADMITTED,
-        STORE_BYTES,
-        STORE_CAPACITY,
-        STORE_LEASES,
-        STORE_LEASE_WAIT,
-        STORE_STALENESS,
-        STORE_DROPPED,
-        STORE_SEEN,
-    ),
-    "reward": (REWARD_SAMPLES, REWARD_LATENCY, REWARD_ERRORS),
-    "environment": (ENVIRONMENT_ATTEMPTS, ENVIRONMENT_TURNS, ENVIRONMENT_ATTEMPT),
-    "driver": (RUN_LOST, RUN_REPLACED, STEP_MISMATCH),
-    "serve": (
-        SERVE_REQUESTS,
-        SERVE_FAILURES,
-        SERVE_REFUSED,
-        SERVE_TRAINED,
-        SERVE_SAMPLED,
-        SERVE_RANKS,
-        SERVE_ENGINES,
-        SERVE_WAIT,
-        SERVE_WAITING,
-        SERVE_WAITING_BYTES,
-        SERVE_ADAPTERS,
-        SERVE_RESIDENT,
-        SERVE_STORED,
-    ),
-}  # fmt: skip
-"""Metrics by the role of the process that measures them."""
+METRICS: dict[str, tuple[Metric, ...]] = {}
+"""Metrics by the role of the process that measures them, the first word of their names. The driver's are of the run or
+of its last step."""
+for _metric in [value for value in list(vars().values()) if isinstance(value, Metric)]:
+    _word = _metric.name.split("_")[1]
+    _role = "driver" if _word in ("run", "step") else _word
+    METRICS[_role] = (*METRICS.get(_role, ()), _metric)

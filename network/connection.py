@@ -159,18 +159,14 @@ class Connection:
             raise ConnectionAbortedError(f"{file.name}: {sent} bytes from {offset} instead of {num_bytes}.")
 
     def receive(self) -> Frame:
-        kind, length, num_bytes = HEADER.unpack(self._exactly(HEADER.size))
+        kind, length, num_bytes = HEADER.unpack(read_exactly(self.socket, HEADER.size))
         if length > MAX_BODY:
             raise ConnectionAbortedError(f"a message of {length} bytes: the other end speaks something else.")
-        return Frame(kind, bytes(self._exactly(length)), num_bytes)
+        return Frame(kind, read_exactly(self.socket, length), num_bytes)
 
     def receive_into(self, target: memoryview) -> None:
         """Receive as many bytes as there is room for."""
-        while len(target):
-            count = self.socket.recv_into(target)
-            if not count:
-                raise ConnectionResetError("the other end has closed the connection.")
-            target = target[count:]
+        _fill(self.socket, target)
 
     def hang_up(self) -> None:
         """End the connection from any thread: threads that send or receive at either end are told. It is still to be
@@ -187,11 +183,6 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _exactly(self, count: int) -> bytearray:
-        data = bytearray(count)
-        self.receive_into(memoryview(data))
-        return data
 
 
 def connect(address: Address, service: int, token: bytes, timeout_s: float, silence_s: float = SILENCE_S) -> Connection:
@@ -215,13 +206,17 @@ def greet(connected: socket.socket, service: int, token: bytes) -> None:
 
 def read_exactly(connected: socket.socket, count: int) -> bytes:
     """Read `count` bytes. Raises `ConnectionResetError` if the connection ends before."""
-    data = bytearray()
-    while len(data) < count:
-        some = connected.recv(count - len(data))
-        if not some:
-            raise ConnectionResetError("the other end has closed the connection: is it of the same run?")
-        data += some
+    data = bytearray(count)
+    _fill(connected, memoryview(data))
     return bytes(data)
+
+
+def _fill(connected: socket.socket, target: memoryview) -> None:
+    while len(target):
+        count = connected.recv_into(target)
+        if not count:
+            raise ConnectionResetError("the other end has closed the connection: is it of the same run?")
+        target = target[count:]
 
 
 def prepare(connected: socket.socket, silence_s: float = SILENCE_S) -> None:

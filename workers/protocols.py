@@ -279,12 +279,20 @@ class Datum:
 
 @dataclass(frozen=True)
 class LossCall:
-    """A loss by its name (`algorithms/losses/summed.py`), with its numbers."""
+    """A loss by its name, with its numbers, for a list of `Datum`: a sum over their targets.
+
+    A datum's columns have a number for each target: `cross_entropy` reads `weights`, 1 where there are none, all others
+    also `logprobs`, of the policy that sampled, and `advantages` (formulas: `algorithms/losses/summed.py`).
+
+        columns = {"logprobs": np.array([-1.2], np.float32), "advantages": np.array([0.5], np.float32)}
+        datum = Datum(np.array([7], np.int32), np.array([9]), columns)
+        run.policy.forward_backward([datum], LossCall("ppo", {"clip_high_threshold": 1.3}))
+    """
 
     name: str
     """`cross_entropy`, `importance_sampling`, `ppo`, `cispo`, `dro` or `gspo`."""
     config: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the loss by name, such as `clip_low_threshold`; its defaults count for the rest."""
+    """Numbers of the loss by name: `clip_low_threshold`, `clip_high_threshold`, `beta`. Others keep their defaults."""
 
 
 @dataclass(frozen=True)

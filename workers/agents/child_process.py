@@ -11,7 +11,6 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import IO, Self
 
 SOON_S = 0.1
@@ -24,47 +23,40 @@ MAX_TAIL = 300
 """Bytes of stderr that are reported when a process fails."""
 
 
-@dataclass(frozen=True)
-class Started:
-    """A process, and its pipes in this event loop. It is not asyncio's own, which waits for the process by itself."""
-
-    process: "subprocess.Popen[bytes]"
-    stdin: asyncio.StreamWriter
-    stdout: asyncio.StreamReader
-    stderr: asyncio.StreamReader
-    reading: Sequence[asyncio.BaseTransport]
-    """Transports that stdout and stderr come from."""
-
-
 class Child:
     """Lifecycle: `start`, `say` and `line`, `end`, after which its whole process group is gone.
 
-    The process is waited for by `end` alone: until then its number, which is its group's too, is no other process's, so
-    what it has left behind when it ended can be killed by that number.
+    The process is waited for by `end` alone (asyncio waits for processes of its own): until then its number, which is
+    its group's too, is no other process's, so what it has left behind when it ended can be killed by that number.
     """
 
-    def __init__(self, started: Started) -> None:
-        self.process, self._stdin, self._stdout = started.process, started.stdin, started.stdout
-        self._reading = started.reading
-        self._stderr = b""
-        self._listening = asyncio.create_task(self._read_errors(started.stderr))
+    process: "subprocess.Popen[bytes]"
+    _stdin: asyncio.StreamWriter
+    _stdout: asyncio.StreamReader
+    _reading: Sequence[asyncio.BaseTransport]
+    """Transports that stdout and stderr come from."""
+    _listening: "asyncio.Task[None]"
+    _stderr = b""
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str] | None = None) -> Self:
         """Start a process. `env`: None for this process's. Raises `OSError`."""
-        process = subprocess.Popen(
+        child = cls()
+        child.process = process = subprocess.Popen(
             command, env=env, start_new_session=True, bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
-            stdout, reading = await _reader(process.stdout)
+            child._stdout, reading = await _reader(process.stdout)
             stderr, reading_errors = await _reader(process.stderr)
-            stdin = await _writer(process.stdin)
+            child._stdin = await _writer(process.stdin)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-        return cls(Started(process, stdin, stdout, stderr, (reading, reading_errors)))
+        child._reading = (reading, reading_errors)
+        child._listening = asyncio.create_task(child._read_errors(stderr))
+        return child
 
     @property
     def exit_code(self) -> int | None:

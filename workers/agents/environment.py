@@ -32,7 +32,7 @@ from penstock.conf.secret import reveal
 from penstock.workers.agents.gateway.conversation import Message
 from penstock.workers.agents.gateway.turn_sampler import TurnSampler
 from penstock.workers.agents.toolbox import Toolbox
-from penstock.workers.agents.trajectory import Trajectory, Turn
+from penstock.workers.agents.trajectory import Turn
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.user_code import find_function, import_file
@@ -212,8 +212,16 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
 
 
 class Environment(Protocol):
-    """An environment; made once in each environment actor, and on the driver for its tasks. Optional: `score_group` and
-    `setup`, below; and `aclose()`, an async method called at the end."""
+    """An environment; made once in each environment actor, and on the driver for its tasks. Optional are these async
+    methods:
+
+    - `score_group(task, attempts)` returns a reward for each attempt of a group, instead of its own: for comparisons.
+    - `setup(task, ctx)` makes what an attempt needs of its own before `run`, such as a container, which may be kept in
+      `ctx.surroundings`. What it raises is an `InfrastructureError`.
+    - `teardown(task, ctx)` gives it back; called after every `setup`, however it and the attempt have ended, for 30 s
+      at most. What it raises is counted (`environment/teardown_failed`) and changes nothing.
+    - `aclose()` is called at the end.
+    """
 
     def tasks(self, seed: int) -> Iterable[Task]:
         """The tasks in an order that depends on `seed` alone: a list, which is used whole, or a generator, endless or
@@ -222,23 +230,6 @@ class Environment(Protocol):
 
     async def run(self, task: Task, ctx: Context) -> None:
         """Play one attempt. It has ended when this returns; what it raises fails the attempt, which is not trained."""
-
-
-class ScoresGroups(Protocol):
-    async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Sequence[float]:
-        """Return a reward for each attempt of a group, in the place of its own: for comparisons."""
-
-
-class HasSurroundings(Protocol):
-    """An environment whose attempts need something of their own, such as a container. What is made may be kept in
-    `ctx.surroundings`."""
-
-    async def setup(self, task: Task, ctx: Context) -> None:
-        """Make what the attempt needs, before `run`. What it raises is an `InfrastructureError`."""
-
-    async def teardown(self, task: Task, ctx: Context) -> None:
-        """Give it back; called after every `setup`, however it and the attempt have ended, for 30 s at most. What it
-        raises is counted (`environment/teardown_failed`) and changes nothing."""
 
 
 def environment(name: str) -> Callable[[F], F]:

@@ -21,12 +21,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter, create_model
 from pydantic.errors import PydanticUserError
 
-from penstock.conf.environment import SandboxConfig
+from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, InfrastructureError, ResourceError
 from penstock.workers.agents.gateway.conversation import Message, Tools
 from penstock.workers.agents.trajectory import ToolCall, Turn
@@ -152,14 +152,6 @@ def _plain(schema: Any) -> Any:
     return [_plain(item) for item in schema] if isinstance(schema, list) else schema
 
 
-class ToolLimits(Protocol):
-    """The limits of tools; `EnvironmentConfig` has them."""
-
-    tool_timeout_s: float
-    max_tool_characters: int
-    sandbox: SandboxConfig
-
-
 Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
 """Function that makes a call with the model's arguments."""
 
@@ -168,7 +160,7 @@ class Toolbox:
     """Tools that are described to a model. Descriptions alone are for tools that other code calls."""
 
     def __init__(
-        self, tools: Sequence[Any], limits: ToolLimits, threads: ToolThreads, counts: Counter[str] | None = None
+        self, tools: Sequence[Any], limits: EnvironmentConfig, threads: ToolThreads, counts: Counter[str] | None = None
     ) -> None:
         """`tools`: functions (async or not), objects with `schema` and an async `call(arguments)`, or descriptions."""
         self._limits, self._threads = limits, threads

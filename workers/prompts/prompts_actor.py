@@ -1,5 +1,7 @@
 """`Prompts`: the Ray shell around the dataset; it admits groups to the store as the store has credits for them."""
 
+from functools import partial
+
 from penstock.conf.run import RunConfig
 from penstock.store.client.store_client import StoreClient
 from penstock.workers.prompts.opening import open_source
@@ -23,24 +25,20 @@ class Prompts(ServingActor):
         the tokenizer is. `start`: the place where a resumed run goes on. `picture_digest`: of the processor of the
         run's pictures. `needs_answer`: the reward needs each prompt's answer."""
         super().__init__("Prompts")
-        self._start, self._picture_digest, self._needs_answer = start, picture_digest, needs_answer
-        self._config, self._model_path, self._rows_are = config, model_path, rows_are
+        self._groups_per_step = config.trainer.groups_per_step
+        self._open = partial(
+            open_source, config, model_path, rows_are=rows_are, start=start, picture_digest=picture_digest,
+            needs_answer=needs_answer,
+        )  # fmt: skip
         self._source: PromptSource | None = None
 
     async def start(self) -> None:
-        self._source = open_source(
-            self._config,
-            self._model_path,
-            rows_are=self._rows_are,
-            start=self._start,
-            picture_digest=self._picture_digest,
-            needs_answer=self._needs_answer,
-        )
+        self._source = self._open()
         await super().start()
 
     async def _serve(self, store: StoreClient) -> None:
         assert self._source is not None
-        await self._source.run(store, self._config.trainer.groups_per_step)
+        await self._source.run(store, self._groups_per_step)
 
     async def start_after(self, num_groups: int) -> PromptStart:
         """The place where a run goes on whose store has had so many groups (`StoreClient.cut`)."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 import pyarrow as pa
@@ -57,31 +57,37 @@ _LONE = re.compile("[\ud800-\udfff]")
 T = TypeVar("T")
 
 
-class RawRows(Protocol):
-    """Rows by number, each with its place, for messages."""
+class RawRows:
+    """Base of rows by number, each with its place, for messages."""
 
-    folder: Path
+    name: str = ""
+    """Name of the file or function, for messages."""
+    folder: Path = Path()
     """The folder that their paths are relative to."""
-    num_bytes: int
+    num_bytes: int = 0
     """Bytes of their files; 0: they have none."""
-    is_filled: bool
+    is_filled: bool = False
     """True if fields that a row lacks are there as None, as Arrow fills them."""
+    _rows: Sequence[Any] = ()
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    def row(self, index: int) -> dict[str, Any]: ...
+    def row(self, index: int) -> dict[str, Any]:
+        """The row of a number. Raises `DataError` for one that cannot be used."""
+        row: dict[str, Any] = self._rows[index]
+        return row
 
-    def where(self, index: int) -> str: ...
+    def where(self, index: int) -> str:
+        return f"{self.name} row {index}"
 
 
-class JsonLines:
+class JsonLines(RawRows):
     """Objects of a file, one a line, found by byte offset and parsed when they are asked for. Blank lines count as
     lines but not as rows.
 
     Raises `DataError` for a line whose text cannot be used, wherever it stands.
     """
-
-    is_filled = False
 
     def __init__(self, file: BinaryIO, name: str, folder: Path = Path()) -> None:
         """`file`: read from its beginning, and kept. `name`: of the file, for messages."""
@@ -117,10 +123,8 @@ class JsonLines:
             _decoded(line, self.where(index))
 
 
-class JsonList:
+class JsonList(RawRows):
     """Objects of a file that holds one list of them."""
-
-    is_filled = False
 
     def __init__(self, data: bytes, name: str, folder: Path = Path()) -> None:
         """Raises `DataError` for what is no list of objects, or has a text that cannot be used."""
@@ -128,16 +132,6 @@ class JsonList:
         self._rows = _parsed(data, name)
         for index, row in enumerate(self._rows):
             check_texts(_object(row, self.where(index)), self.where(index))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def where(self, index: int) -> str:
-        return f"{self.name} row {index}"
-
-    def row(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._rows[index]
-        return row
 
 
 def _decoded(data: bytes, where: str) -> str:
@@ -167,7 +161,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-class ArrowRows:
+class ArrowRows(RawRows):
     """Rows of Arrow tables, one after the other."""
 
     is_filled = True
@@ -188,9 +182,6 @@ class ArrowRows:
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def where(self, index: int) -> str:
-        return f"{self.name} row {index}"
-
     def row(self, index: int) -> dict[str, Any]:
         try:
             row: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
@@ -199,7 +190,7 @@ class ArrowRows:
         return row
 
 
-class JoinedRows:
+class JoinedRows(RawRows):
     """Rows of several files, one after the other."""
 
     def __init__(self, parts: Sequence[RawRows], folder: Path) -> None:
@@ -304,16 +295,13 @@ def first_of(made: Iterable[T], size: int | None) -> tuple[list[T], bool]:
     return found[:MOST_ROWS], len(found) > MOST_ROWS
 
 
-class PythonRows:
+class PythonRows(RawRows):
     """Rows that `file.py:function` yields for a seed, `(seed: int) -> Iterable[dict]`, or that an `InlineValue` has."""
-
-    num_bytes = 0
-    is_filled = False
 
     def __init__(self, spec: str, seed: int, size: int | None, key: str = "data.path") -> None:
         """Call the function. Raises `ConfigError` for a function that is not found, `DataError` for one that makes no
         rows."""
-        self._spec, self.folder = spec, Path()
+        self.name = spec
         made = spec.value if isinstance(spec, InlineValue) else find_function(spec, key)(seed)
         self._rows, self.is_cut = first_of(made, size)
         if not self._rows:
@@ -321,14 +309,7 @@ class PythonRows:
         for index, row in enumerate(self._rows):
             check_texts(row, self.where(index))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def where(self, index: int) -> str:
-        return f"{self._spec} row {index}"
-
     def row(self, index: int) -> dict[str, Any]:
-        """The row of a number. Raises `DataError` for what is no row."""
         row = self._rows[index]
         if not isinstance(row, dict):
             raise DataError(f"{self.where(index)}: {type(row).__name__}, where a dict with named columns is due.")

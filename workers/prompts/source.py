@@ -8,6 +8,7 @@ even if another source put them. `cursor_after` is for checkpoints.
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,8 @@ from penstock.workers.prompts.dataset_row import DatasetRow, Needs, PromptDatase
 from penstock.workers.prompts.order import Curriculum, CurriculumState, PromptCursor, PromptOrder
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
+TOO_LONG, HELD_OUT, NO_ANSWER = "prompt_too_long", "held_out", "no_answer"
+"""Reasons to leave rows out: data.too_long=skip, evaluation measures them, data.no_answer=skip."""
 REMEMBERED_CURSORS = 65_536
 PASSED_AT_ONCE = 256
 """Number of groups drawn and dropped at a time, because another source has put them; between times other calls are
@@ -50,12 +53,8 @@ class Drawn:
     num_groups: int
     """Number of groups of the run."""
     cursor: PromptCursor
-    num_too_long: int = 0
-    """Number of rows that were too long."""
-    num_held_out: int = 0
-    """Number of rows that evaluation measures."""
-    num_unanswered: int = 0
-    """Number of rows without what their use needs."""
+    num_left_out: Mapping[str, int] = field(default_factory=dict)
+    """Number of rows that were left out, by reason."""
 
 
 class PromptSource:
@@ -80,12 +79,8 @@ class PromptSource:
         data = encoder.data
         self.dataset, self.encoder, self.rows_are = dataset, encoder, rows_are
         self.skips = data.too_long == "skip"
-        self.num_too_long = 0
-        """Number of rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
-        self.num_held_out = 0
-        """Number of rows left out so far because evaluation measures them, for `dropped/held_out`."""
-        self.num_unanswered = 0
-        """Number of rows left out by data.no_answer=skip so far, for `dropped/no_answer`."""
+        self.num_left_out = dict.fromkeys((TOO_LONG, HELD_OUT, NO_ANSWER), 0)
+        """Number of rows left out so far, by reason, for `dropped/<reason>`."""
         self._held_out = held_out or HeldOutProblems()
         self._needs = Needs.of(data, rows_are, needs_answer)
         start = start or PromptStart()
@@ -185,10 +180,7 @@ class PromptSource:
         return len(self.dataset)
 
     def stats(self) -> dict[str, float]:
-        dropped = {
-            "dropped/prompt_too_long": self.num_too_long, "dropped/held_out": self.num_held_out,
-            "dropped/no_answer": self.num_unanswered,
-        }  # fmt: skip
+        dropped = {f"dropped/{reason}": count for reason, count in self.num_left_out.items()}
         by_level = {} if self._curriculum is None else self._curriculum.stats()
         return {"groups": self.num_drawn, "epoch": self.cursor.epoch, **dropped, **by_level}
 
@@ -206,7 +198,7 @@ class PromptSource:
             except PromptTooLong:
                 if not self.skips:
                     raise
-                self.num_too_long += 1
+                self.num_left_out[TOO_LONG] += 1
                 continue
             if self._curriculum is not None:
                 self._curriculum.drew(row)
@@ -220,10 +212,10 @@ class PromptSource:
         over. `tried`: rows since the last group."""
         row = self.dataset.row(self._order.next())
         if row in self._held_out:
-            self.num_held_out += 1
+            self.num_left_out[HELD_OUT] += 1
             return None
         if self._needs.lacks(row):
-            self.num_unanswered += 1
+            self.num_left_out[NO_ANSWER] += 1
             return None
         if self._curriculum is not None and not self._curriculum.takes(
             row, self._order.cursor, tried < len(self.dataset)
@@ -233,7 +225,7 @@ class PromptSource:
 
     def _after(self, num_groups: int) -> Drawn:
         """The state of drawing now, with so many groups."""
-        return Drawn(num_groups, self._order.cursor, self.num_too_long, self.num_held_out, self.num_unanswered)
+        return Drawn(num_groups, self._order.cursor, dict(self.num_left_out))
 
     def _remembers(self, num_groups: int) -> bool:
         """Return whether drawing can go back to after so many groups without beginning at the start."""
@@ -248,9 +240,9 @@ class PromptSource:
                 f"({', '.join(self._curriculum.phase)}). Mend data.curriculum.phases, whose levels are values of "
                 "data.curriculum.by."
             )
-        if self.num_unanswered:
+        if num_unanswered := self.num_left_out[NO_ANSWER]:
             return DataError(
-                f"data.no_answer=skip leaves out {self.num_unanswered:,} rows, and none is left of the "
+                f"data.no_answer=skip leaves out {num_unanswered:,} rows, and none is left of the "
                 f"{len(self.dataset):,} that is not too long (data.max_prompt_tokens={limits.max_prompt_tokens}) or "
                 "held out."
             )
@@ -267,8 +259,7 @@ class PromptSource:
 
     def _go_back(self, drawn: Drawn) -> None:
         self._order.go_to(drawn.cursor)
-        self.num_too_long, self.num_held_out = drawn.num_too_long, drawn.num_held_out
-        self.num_unanswered = drawn.num_unanswered
+        self.num_left_out |= dict.fromkeys(self.num_left_out, 0) | dict(drawn.num_left_out)
         if self._curriculum is not None:
             self._curriculum.go_to(drawn.num_groups)
         if drawn is not self._drawn[-1]:

@@ -51,8 +51,7 @@ def absolute(place: str) -> str:
 
 def upload(file: Path, url: str) -> None:
     """Upload one file to `url/<name>`, which is seen whole or not at all. Raises `CheckpointError`."""
-    system, root = _open(url)
-    with _told(f"{url}/{file.name}", "written"):
+    with _opened(url, "written", f"/{file.name}") as (system, root):
         system.makedirs(root, exist_ok=True)
         with _whole(system, f"{root}/{file.name}") as place:
             system.put_file(str(file), place)
@@ -106,8 +105,7 @@ def read_text(place: str) -> str:
 
 def read_if_there(place: str) -> bytes | None:
     """Read a whole file; None if it is not there. Raises `CheckpointError` if that cannot be found out."""
-    system, path = _open(place)
-    with _told(place, "read"):
+    with _opened(place, "read") as (system, path):
         try:
             return bytes(system.cat_file(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -121,8 +119,7 @@ def write_text(place: str, text: str) -> None:
 
 def write_bytes(place: str, data: bytes) -> None:
     """Write a whole file in one step, like `write_text`."""
-    system, path = _open(place)
-    with _told(place, "written"):
+    with _opened(place, "written") as (system, path):
         if is_url(place):
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
         with _whole(system, path) as target:
@@ -131,16 +128,14 @@ def write_bytes(place: str, data: bytes) -> None:
 
 def find(url: str) -> list[str]:
     """Names of all files below a URL, relative to it. Raises `CheckpointError` if that cannot be found out."""
-    system, root = _open(url)
-    with _told(url, "read"):
+    with _opened(url, "read") as (system, root):
         return sorted(name[len(root) :].lstrip("/") for name in system.find(root))
 
 
 def seen_below(url: str) -> dict[str, tuple[int, str]]:
     """All files below by name, except links: size, and what the file system says of the version or the time. A file for
     which both are unchanged has not changed. Raises `CheckpointError`."""
-    system, root = _open(url)
-    with _told(url, "read"):
+    with _opened(url, "read") as (system, root):
         return {
             name[len(root) :].lstrip("/"): (
                 int(info.get("size") or 0),
@@ -159,8 +154,7 @@ def download(url: str, directory: Path, names: Iterable[str] | None = None) -> N
         targets = [(name, below(directory, name)) for name in names]
     except OutsideName as error:
         raise CheckpointError(f"{url}: {error} Nothing is brought from there: see who writes to it.") from None
-    system, root = _open(url)
-    with _told(url, "read"):
+    with _opened(url, "read") as (system, root):
         for name, target in targets:
             target.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(f"{root}/{name}", str(target))
@@ -171,8 +165,7 @@ def download(url: str, directory: Path, names: Iterable[str] | None = None) -> N
 def list_names(place: str) -> list[str]:
     """Names of what lies directly in a directory or URL; nothing if it is not there. Raises `CheckpointError` if that
     cannot be found out."""
-    system, path = _open(place)
-    with _told(place, "read"):
+    with _opened(place, "read") as (system, path):
         try:
             return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -182,8 +175,7 @@ def list_names(place: str) -> list[str]:
 def exists(place: str) -> bool:
     """Return whether something is there. Raises `CheckpointError` if that cannot be found out. (fsspec's own `exists`
     says no then, and what does not exist is removed.)"""
-    system, path = _open(place)
-    with _told(place, "read"):
+    with _opened(place, "read") as (system, path):
         try:
             system.info(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -223,8 +215,7 @@ def _checksum(place: str, check_wanted: Callable[[], None]) -> str:
 def fault_of_size(place: str, num_bytes: int) -> str | None:
     """The fault of a file that ought to have so many bytes, as half a sentence; None: nothing. Raises `CheckpointError`
     if that cannot be found out."""
-    system, path = _open(place)
-    with _told(place, "read"):
+    with _opened(place, "read") as (system, path):
         try:
             size = system.info(path)["size"]
         except (FileNotFoundError, NotADirectoryError):
@@ -235,8 +226,7 @@ def fault_of_size(place: str, num_bytes: int) -> str | None:
 def remove(place: str) -> None:
     """Remove a file for good, or a directory as far as what is in it can be removed; nothing happens if it is not
     there. Raises `CheckpointError`."""
-    system, path = _open(place)
-    with _told(place, "removed"):
+    with _opened(place, "removed") as (system, path):
         if system.isdir(path):
             with contextlib.suppress(OSError):
                 system.rm(path, recursive=True)
@@ -249,15 +239,13 @@ def remove(place: str) -> None:
 
 def move(place: str, to: str) -> None:
     """Move a directory to another name on the same file system. Raises `CheckpointError`."""
-    system, path = _open(place)
-    with _told(place, "moved"):
+    with _opened(place, "moved") as (system, path):
         system.mv(path, _open(to)[1], recursive=True)
 
 
 def sync(place: str) -> None:
     """Have all files of a directory survive a power cut; those of a URL do. Raises `CheckpointError`."""
-    system, path = _open(place)
-    with _told(place, "written"):
+    with _opened(place, "written") as (system, path):
         if type(system) is LocalFileSystem:
             durable.sync_tree(path)
 
@@ -277,10 +265,13 @@ def _open(place: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _told(place: str, what: str) -> Iterator[None]:
-    """Raise `CheckpointError` for what fails in the block. `what`: written or read, for the message."""
+def _opened(place: str, what: str, name: str = "") -> Iterator[tuple[Any, str]]:
+    """The file system of a place, and the place as that file system names it. Raises `CheckpointError` for what fails
+    in the block. `what`: written or read; `name`: the end of the place that is; both for the message."""
+    opened = _open(place)
+    place += name
     try:
-        yield
+        yield opened
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be {what}: {error}") from error
     except Exception as error:

@@ -44,16 +44,9 @@ class Limits:
     @classmethod
     def of(cls, config: SandboxConfig) -> "Limits":
         return cls(
-            cpu_s=config.cpu_s,
-            wall_s=config.wall_s,
-            memory_bytes=config.memory_mib * MIB,
-            num_processes=config.num_processes,
-            file_bytes=config.file_mib * MIB,
-            tmp_bytes=config.tmp_mib * MIB,
-            tmp_files=config.tmp_files,
-            output_bytes=int(config.output_mib * MIB),
-            require_cgroup=config.require_cgroup,
-        )
+            config.cpu_s, config.wall_s, config.memory_mib * MIB, config.num_processes, config.file_mib * MIB,
+            config.tmp_mib * MIB, config.tmp_files, int(config.output_mib * MIB), config.require_cgroup,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

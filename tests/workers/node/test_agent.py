@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from penstock.conf.errors import ResourceError, SandboxUnavailable, StoreError
 from penstock.network.connection import Address, new_token
 from penstock.store.data.block_index import Payload, assemble
-from penstock.store.data.codec import ColumnNote, Placed
-from penstock.store.data.remote_rows import Orders, Pulls, RowsNode, RowsNodes, Spill
+from penstock.store.data.codec import ColumnNote, SegmentRef
+from penstock.store.data.remote_rows import NodeOrders, RemoteReader, RowsNode, RowsNodes, SpillOrder
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segment_files import Arena
 from penstock.workers.node.node_agent import NODE, ROWS, STACKS, STATES, WEIGHTS, NodeAgent
@@ -151,15 +151,15 @@ def test_it_serves_the_rows_of_its_node_and_nothing_outside_of_them(tmp_path: Pa
     try:
         placed = Arena([str(agent.root / ROWS)], "writer", "here").place(batch)
         (agent.root / "secret").write_bytes(bytes(9000))
-        pulls = Pulls({"here": agent.facts.address}, token)
+        pulls = RemoteReader({"here": agent.facts.address}, token)
         there = Payload(np.arange(5), np.arange(5), [placed], [(["x"], np.array([[0, 10, 1, 5]]))])
         assert assemble(pulls.fetch_blocking(there), ["x"]).values("x").tolist() == list(range(10, 15))
         for lie in (replace(placed, segment="../secret"), replace(placed, nbytes=10**6, columns=outside(placed))):
             there.sources = [lie]
             with pytest.raises(StoreError):
                 pulls.fetch_blocking(there)
-        orders = Orders(RowsNodes({"ray": RowsNode("here", agent.facts.rows, agent.facts.address)}, token))
-        orders.give("here", Spill(placed.segment))
+        orders = NodeOrders(RowsNodes({"ray": RowsNode("here", agent.facts.rows, agent.facts.address)}, token))
+        orders.give("here", SpillOrder(placed.segment))
         spilled = Path(agent.facts.rows[1]) / placed.segment
         while not spilled.exists():
             time.sleep(0.01)
@@ -176,13 +176,13 @@ def test_a_node_that_counts_as_lost_is_told_nothing_more() -> None:
     """Though nobody answers there, what waits to be told is over at once."""
     with socket.create_server((HOST, 0)) as silent:
         address = Address(HOST, silent.getsockname()[1])
-        orders = Orders(RowsNodes({"ray": RowsNode("here", ("", ""), address)}, new_token()))
+        orders = NodeOrders(RowsNodes({"ray": RowsNode("here", ("", ""), address)}, new_token()))
         silent.close()
-        orders.give("here", Spill("writer-0"))
+        orders.give("here", SpillOrder("writer-0"))
         time.sleep(0.1)
         assert orders.lost == 0
         orders.node_lost("here")
-        orders.give("here", Spill("writer-1"))
+        orders.give("here", SpillOrder("writer-1"))
         give_up = time.monotonic() + 300
         while orders.lost < 2 and time.monotonic() < give_up:
             time.sleep(0.01)
@@ -190,5 +190,5 @@ def test_a_node_that_counts_as_lost_is_told_nothing_more() -> None:
         orders.close()
 
 
-def outside(placed: Placed) -> tuple[ColumnNote, ...]:
+def outside(placed: SegmentRef) -> tuple[ColumnNote, ...]:
     return tuple((name, kind, tuple((10**6, length) for _, length in spans)) for name, kind, spans in placed.columns)

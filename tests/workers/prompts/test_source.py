@@ -161,7 +161,7 @@ def test_long_prompts_are_skipped_and_counted_if_asked(tmp_path):
     source = make_source(write_long(tmp_path / "a.jsonl", 55), too_long="skip")
     groups = source.next_groups(9)
     assert {text_of(group["prompt_ids"]) for group in groups} == {"1+1"}
-    assert source.stats()["dropped/prompt_too_long"] == source.num_too_long >= 2
+    assert source.stats()["dropped/prompt_too_long"] == source.num_left_out["prompt_too_long"] >= 2
 
 
 def test_skipping_everything_is_an_error_and_no_endless_loop(tmp_path):

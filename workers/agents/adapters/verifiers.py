@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.agents.child_process import LEAVE_S, Child, Started
+from penstock.workers.agents.child_process import LEAVE_S, Child
 from penstock.workers.agents.environment import Context, Task, environment
 
 EPISODES = Path(__file__).with_name("verifiers_episodes.py")
@@ -120,8 +120,7 @@ def _shuffled_thousands(draws: random.Random) -> Iterator[int]:
 class _Episodes(Child):
     """Lifecycle: `start`, `ready`, `play` any number of times, also concurrently, `end`."""
 
-    def __init__(self, started: Started) -> None:
-        super().__init__(started)
+    def __init__(self) -> None:
         self._numbers = itertools.count()
         self._playing: dict[int, asyncio.Future[float]] = {}
         self._reader: asyncio.Task[None] | None = None

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -56,7 +56,7 @@ from penstock.workers.agents.gateway.tool_calls import (
     strict_json,
     with_ids,
 )
-from penstock.workers.agents.trajectory import Turn, encodable
+from penstock.workers.agents.trajectory import ToolCall, Turn, encodable
 from penstock.workers.models.tokenizer import ANSWER, QUESTION, answer_ending, begins_thinking, split_thinking
 
 AUTO, NONE = "auto", "none"
@@ -74,9 +74,9 @@ TOOL = {"type": "function", "function": {
 WORDS = ("quokka", "numbat")
 
 
-class Write(Protocol):
-    def __call__(self, messages: Sequence[Message], tools: Tools, *, for_answer: bool = False) -> str:
-        """Render a conversation. Raises `DataError` where the template does not take it."""
+Write = Callable[..., str]
+"""Function that renders a conversation: (messages, tools), and `for_answer`. Raises `DataError` where the template does
+not take it."""
 
 
 @dataclass(frozen=True)
@@ -280,18 +280,11 @@ class TemplateFormat:
         text = str(self._tokenizer.decode(self._without_ending(token_ids, tools), skip_special_tokens=False))
         before = str(self._tokenizer.decode(prompt_ids[-NUM_BEFORE:], skip_special_tokens=False))
         thinking, said, (content, found, problem) = self._parts(text, tools, begun=begins_thinking(before))
-        message: dict[str, Any] = {"role": "assistant"}
-        if thinking is not None:
-            message["reasoning_content"] = thinking
         if not tools:
-            return ParsedAnswer(message | {"content": said})
+            return _parsed(thinking, said)
         if len(found) > 1 and not self.tool_support.takes_several:
-            return ParsedAnswer(message | {"content": said}, (), "Make one call at a time.")
-        calls = with_ids(found, turn)
-        message["content"] = content
-        if calls:
-            message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
-        return ParsedAnswer(message, calls, problem)
+            return _parsed(thinking, said, (), "Make one call at a time.")
+        return _parsed(thinking, content, with_ids(found, turn), problem)
 
     def _parts(self, text: str, tools: Tools, *, begun: bool) -> tuple[str | None, str, Found]:
         """The thinking, what was said, and what is read of that."""
@@ -505,22 +498,14 @@ class RenderedFormat:
         try:
             parsed = self._renderer.parse_response(list(token_ids), tools=_or_none(tools), prompt_ids=list(prompt_ids))
         except RecursionError:
-            return ParsedAnswer(
-                {"role": "assistant", "content": self._text(token_ids)}, (), "The call is nested too deeply."
-            )
-        message: dict[str, Any] = {"role": "assistant"}
-        if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
+            return _parsed(None, self._text(token_ids), (), "The call is nested too deeply.")
+        thinking = parsed.reasoning_content
         said = split_thinking(self._text(token_ids))[1] if parsed.tool_calls else parsed.content
         if not (tools and parsed.tool_calls):
-            return ParsedAnswer(message | {"content": said})
+            return _parsed(thinking, said)
         found = [_call(call) for call in parsed.tool_calls]
         content, values, problem = checked_calls(parsed.content, found, tools, said)
-        calls = with_ids(values, turn)
-        message["content"] = content
-        if calls:
-            message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
-        return ParsedAnswer(message, calls, problem)
+        return _parsed(thinking, content, with_ids(values, turn), problem)
 
     def _written(self, write: Callable[..., Any], first: Any, tools: Tools, *more: Any, **named: Any) -> Any:
         try:
@@ -533,6 +518,18 @@ class RenderedFormat:
         ends = set(self._renderer.get_stop_token_ids())
         ids = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _parsed(
+    thinking: str | None, content: str | None, calls: Sequence[ToolCall] = (), problem: str = ""
+) -> ParsedAnswer:
+    message: dict[str, Any] = {"role": "assistant"}
+    if thinking is not None:
+        message["reasoning_content"] = thinking
+    message["content"] = content
+    if calls:
+        message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
+    return ParsedAnswer(message, calls, problem)
 
 
 def _renderer(tokenizer: Any, family: str, template_kwargs: Mapping[str, Any]) -> Any:

@@ -16,6 +16,10 @@ NOT_SUPPORTED = "is not supported."
 CONTINUED = "an answer cannot be begun for the policy: let a message of the user be the last."
 TEMPLATE = "is the run's to choose: set model.chat_template_kwargs."
 TEXT = "an answer is given without special tokens and stop strings."
+NOT_CUT = "the conversation is not cut: send a shorter one."
+PENALTIES = "penalties are not supported"
+INPUT_ALONE = "is not supported: send the messages as `input`."
+SAMPLED_ALONE = "only the log-probabilities of sampled tokens are known (logprobs)."
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Refused:
     harmless: tuple[Any, ...] = ()
     code: str = ""
     """Code of the error, by which Anthropic's client knows what to do without."""
+
+
+def _alike(names: str, why: str, *harmless: Any) -> dict[str, Refused]:
+    """Options that are refused for one reason, their names separated by blanks."""
+    return dict.fromkeys(names.split(), Refused(why, harmless))
 
 
 @dataclass(frozen=True)
@@ -60,39 +69,27 @@ _HARMLESS = frozenset({
     "seed",
 })  # fmt: skip
 _REFUSED = {
-    "frequency_penalty": Refused("penalties are not supported: they would change what the policy is trained on.", (0,)),
-    "presence_penalty": Refused("penalties are not supported: they would change what the policy is trained on.", (0,)),
-    "repetition_penalty": Refused("penalties are not supported.", (1,)),
-    "length_penalty": Refused("penalties are not supported.", (1,)),
-    "logit_bias": Refused("is not supported."),
-    "bad_words": Refused(TRAINED),
-    "allowed_token_ids": Refused(TRAINED),
+    **_alike("frequency_penalty presence_penalty", f"{PENALTIES}: they would change what the policy is trained on.", 0),
+    **_alike("repetition_penalty length_penalty", f"{PENALTIES}.", 1),
+    **_alike("logit_bias repetition_detection mm_payload vllm_xargs", NOT_SUPPORTED),
+    **_alike("media_io_kwargs mm_processor_kwargs", NOT_SUPPORTED),
+    **_alike("bad_words allowed_token_ids", TRAINED),
     "min_tokens": Refused(TRAINED, (0,)),
-    "watermarking": Refused(TRAINED, (False,)),
-    "use_beam_search": Refused(TRAINED, (False,)),
-    "repetition_detection": Refused(NOT_SUPPORTED),
+    **_alike("watermarking use_beam_search", TRAINED, False),
     "thinking_token_budget": Refused("thinking is bounded by max_tokens alone."),
     "stop_token_ids": Refused("is not supported: name what ends an answer as text."),
     "include_stop_str_in_output": Refused(TEXT, (False,)),
-    "skip_special_tokens": Refused(TEXT, (True,)),
-    "spaces_between_special_tokens": Refused(TEXT, (True,)),
-    "truncate_prompt_tokens": Refused("the conversation is not cut: send a shorter one."),
-    "truncation_side": Refused("the conversation is not cut: send a shorter one."),
-    "prompt_logprobs": Refused("only the log-probabilities of sampled tokens are known (logprobs)."),
-    "logprob_token_ids": Refused("only the log-probabilities of sampled tokens are known (logprobs)."),
+    **_alike("skip_special_tokens spaces_between_special_tokens", TEXT, True),
+    **_alike("truncate_prompt_tokens truncation_side", NOT_CUT),
+    **_alike("prompt_logprobs logprob_token_ids", SAMPLED_ALONE),
     "add_generation_prompt": Refused(CONTINUED, (True,)),
     "continue_final_message": Refused(CONTINUED, (False,)),
     "add_special_tokens": Refused(TEMPLATE, (False,)),
-    "chat_template": Refused(TEMPLATE),
-    "chat_template_kwargs": Refused(TEMPLATE),
+    **_alike("chat_template chat_template_kwargs", TEMPLATE),
     "documents": Refused("is not supported: write them into a message."),
-    "echo": Refused("is not supported.", (False,)),
+    "echo": Refused(NOT_SUPPORTED, (False,)),
     "include_reasoning": Refused("an answer is given with its thinking.", (True,)),
-    "media_io_kwargs": Refused(NOT_SUPPORTED),
-    "mm_processor_kwargs": Refused(NOT_SUPPORTED),
-    "mm_payload": Refused(NOT_SUPPORTED),
     "return_mm_kwargs": Refused(NOT_SUPPORTED, (False,)),
-    "vllm_xargs": Refused(NOT_SUPPORTED),
 }
 CHAT = Options(
     _SAMPLING | {
@@ -106,12 +103,9 @@ CHAT = Options(
         "modalities": Refused("the policy answers in text alone.", (["text"],)),
         "functions": Refused("is not supported: describe them as `tools`."),
         "function_call": Refused("is not supported: say `tool_choice`.", ("none", "auto")),
-        "top_logprobs": Refused("only the log-probabilities of sampled tokens are known (logprobs).", (0,)),
-        "audio": Refused(NOT_SUPPORTED),
-        "prediction": Refused(NOT_SUPPORTED),
-        "web_search_options": Refused(NOT_SUPPORTED),
-        "return_token_ids": Refused("tokens are told by logprobs alone.", (False,)),
-        "return_token_offsets": Refused("tokens are told by logprobs alone.", (False,)),
+        "top_logprobs": Refused(SAMPLED_ALONE, (0,)),
+        **_alike("audio prediction web_search_options", NOT_SUPPORTED),
+        **_alike("return_token_ids return_token_offsets", "tokens are told by logprobs alone.", False),
         "return_prompt_text": Refused(NOT_SUPPORTED, (False,)),
         "routed_experts_prompt_start": Refused(NOT_SUPPORTED, (0,)),
     },
@@ -124,12 +118,9 @@ RESPONSES = Options(
     },
     (_HARMLESS - {"store"}) | {"stream_options", "max_tool_calls"},
     _REFUSED | {
-        **dict.fromkeys(
-            ("conversation", "prompt", "context_management", "previous_input_messages"),
-            Refused("is not supported: send the messages as `input`."),
-        ),
-        "background": Refused("is not supported: send the messages as `input`.", (False,)),
-        "truncation": Refused("the conversation is not cut: send a shorter one.", ("disabled",)),
+        **_alike("conversation prompt context_management previous_input_messages", INPUT_ALONE),
+        "background": Refused(INPUT_ALONE, (False,)),
+        "truncation": Refused(NOT_CUT, ("disabled",)),
         "top_logprobs": Refused("are not given here.", (0,)),
         "enable_response_messages": Refused(NOT_SUPPORTED, (False,)),
         "image": Refused("the policy answers in text alone."),
@@ -142,7 +133,7 @@ MESSAGES = Options(
     },
     _HARMLESS | {"cache_control", "workspace_id", "user_profile_id", "inference_geo", "speed", "billing_policy"},
     _REFUSED | {
-        **dict.fromkeys(("container", "mcp_servers", "context_management", "compaction"), Refused(NOT_SUPPORTED)),
+        **_alike("container mcp_servers context_management compaction", NOT_SUPPORTED),
         "thread": Refused("is not supported: send all messages each time.", code="thread_unsupported_request"),
     },
     frozenset({"betas", "diagnostics", "fallbacks", "fallback_credit_token"}),
