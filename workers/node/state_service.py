@@ -1,4 +1,4 @@
-"""In-memory checkpoints of trainers (`workers/trainer/memory_checkpoint/`), sent from node to node: a rank's copies on
+"""In-memory checkpoints of trainers (`workers/trainer/memory_checkpoint.py`), sent from node to node: a rank's copies on
 a second node, in case its own is lost.
 
     partner's node: fetch(trainer, {rank: step}, source)        the rank's node: serve
@@ -84,7 +84,7 @@ class StateService:
     def keep_only(self, trainer: str, ranks: Collection[int], up_to: int) -> None:
         """Remove copies of other ranks and of later steps."""
         keep_only(self._folder(trainer), ranks, up_to)
-        self._mappings.let_go(self._root)
+        self._mappings.unmap_stale(self._root)
 
     def serve(self, connected: socket.socket) -> None:
         """Serve a connection of another agent, until it ends."""

@@ -44,10 +44,10 @@ T = TypeVar("T")
 NUM_ROWS, NUM_TOKENS = 8, 127
 """Numbers of rows and of tokens in each for the trial: about a thousand tokens, one micro-batch."""
 NUM_TRIES = 3
-"""Number of tries, of which the shortest counts: first ones are slower, and so is one that something else has
+"""Number of tries, of which the shortest counts: the first one is slower, and so is one that another process has
 disturbed."""
 FORWARDS = 3
-"""Forward passes that an update is worth: a backward pass has twice the products of a forward one."""
+"""Cost of an update in forward passes: a backward pass has twice the products of a forward one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TrainerParts:
             trainer.take_device()
 
     def leave_device(self) -> None:
-        """Make room on the device, once a checkpoint has copied what is there."""
+        """Leave the device, once a checkpoint has copied what it needs from there."""
         for trainer in self.state.trainers.values():
             trainer.leave_device()
 
@@ -78,41 +78,38 @@ class ScorerParts:
 
     trainer: PolicyTrainer
     worker: ScorerWorker
-    guest: "OffloadableScorer"
+    scorer: "OffloadableScorer"
 
 
 class OffloadableScorer:
-    """A scorer on a device that others need in turns: it makes room when told to, unless it computes, and comes back by
-    itself when it has to compute.
-
-    So no rank of several waits for another one that is away.
-    """
+    """A scorer on a device that it shares with ranks and engines: it leaves the device on demand, unless it computes,
+    and comes back by itself when it has to compute. So no rank of several waits for another one that is offloaded."""
 
     def __init__(self, trainer: PolicyTrainer) -> None:
         self._trainer = trainer
-        self._at_work = threading.Lock()
-        self._is_away = False
+        self._computing = threading.Lock()
+        self._is_offloaded = False
 
-    def computes(self, compute: Callable[[Rows], T]) -> Callable[[Rows], T]:
-        """The function, which is on the device whenever it computes."""
+    def on_device(self, compute: Callable[[Rows], T]) -> Callable[[Rows], T]:
+        """The function, for which the scorer comes back to the device."""
 
-        def present(rows: Rows) -> T:
-            with self._at_work:
-                if self._is_away:
+        def computed(rows: Rows) -> T:
+            with self._computing:
+                if self._is_offloaded:
                     self._trainer.take_device()
-                    self._is_away = False
+                    self._is_offloaded = False
                 return compute(rows)
 
-        return present
+        return computed
 
     def leave_device(self) -> None:
-        """Make room. Does nothing while it computes."""
-        if self._at_work.acquire(blocking=False):
+        """Leave the device. Does nothing while it computes."""
+        if self._computing.acquire(blocking=False):
             try:
                 self._trainer.leave_device()
-                self._is_away = True
+                self._is_offloaded = True
             finally:
-                self._at_work.release()
+                self._computing.release()
 
 
 def assemble_trainer(
@@ -169,14 +166,14 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
     trainer = _trainer_class(spec)(spec.config, spec.model_path, _ranks(spec, address), **options)
     _attach_vision(trainer, spec)
     trainer.check_scores()
-    guest = OffloadableScorer(trainer)
-    compute = guest.computes(partial(_scored, trainer, spec))
+    scorer = OffloadableScorer(trainer)
+    compute = scorer.on_device(partial(_scored, trainer, spec))
     worker = ScorerWorker(compute, spec.stage, trainer.ranks, phases=phases)
-    return ScorerParts(trainer, worker, guest)
+    return ScorerParts(trainer, worker, scorer)
 
 
 def _scored(trainer: PolicyTrainer, spec: ScorerSpec, rows: Rows) -> dict[str, Any]:
-    """What a scorer writes of rows, by column: zeros for rows that are another model's. Collective."""
+    """The values that a scorer writes for rows, by column: zeros for rows that another model scores. Collective."""
     if spec.rows_of is None:
         return _scored_all(trainer, spec, rows)
     name, value = spec.rows_of
@@ -213,7 +210,7 @@ def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int
 
 
 def use_threads(num_threads: int) -> None:
-    """Have the calling thread compute with this number of threads; 0 leaves it."""
+    """Have the calling thread compute with this number of threads; 0 changes nothing."""
     if num_threads:
         torch.set_num_threads(num_threads)
 

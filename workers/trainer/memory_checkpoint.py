@@ -9,7 +9,7 @@ the rank that replaces it. Called on all ranks alike.
 The pieces lie back to back in the order in which they come, which is the same for every trainer that shards the same
 model in the same way over as many ranks. They are copied once, at the speed of memory: slots (`memory_slots.py`) are
 mapped once, and their pages written again and again. From a device they come through two page-locked buffers
-(`weights/publication/device_copies.py`): it fills one while threads sum the other's into the file. The copy is complete
+(`weights/publication/publication.py`): it fills one while threads sum the other's into the file. The copy is complete
 when `save` or `finish` returns, and a step counts only after that. The thread has a stream of its own, and takes part
 in no collective.
 
@@ -44,7 +44,7 @@ from penstock.workers.weights.publication.publication import (
     PlacedValues,
     copy_and_sum,
     needs_buffers,
-    stream_beside,
+    side_stream,
 )
 from penstock.workers.weights.publication.publication_files import POPULATE_READ, WritableMappings, populate
 
@@ -64,7 +64,7 @@ class PendingCopy:
 
 
 class MemoryCheckpoint:
-    """Lifecycle: made over a started trainer; `restore` if it goes on from others' copies; after each update `save`, or
+    """Lifecycle: made over a started trainer; `restore` if it replaces a rank that died; after each update `save`, or
     `begin` and `finish`; `close`."""
 
     def __init__(self, state: TrainingState, trainer: PolicyTrainer, root: str, *, is_saved: bool = False) -> None:
@@ -87,7 +87,7 @@ class MemoryCheckpoint:
     def save(self, step: int) -> str | None:
         """Copy the state after step `step`: when this returns, the copy is there, and so are those of the ranks that
         have the same rows, one of which completes them for all. None: it is there; else why there are no copies from
-        now on, told once. Collective the first time. Raises `PartnerGone` where the node's agent is gone."""
+        now on, reported once. Collective the first time. Raises `PartnerGone` where the node's agent is gone."""
         problem = None
         if not self._is_off and (copy := self._prepared(step)) is not None:
             problem = copy if isinstance(copy, str) else self._tried(copy)
@@ -109,7 +109,7 @@ class MemoryCheckpoint:
         if copy is None or isinstance(copy, str):
             last.problem.set_result(copy)
             return
-        stream = stream_beside(self._ranks.device)
+        stream = side_stream(self._ranks.device)
 
         def make() -> None:
             try:

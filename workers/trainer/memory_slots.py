@@ -202,7 +202,7 @@ def _reserve(slots: Slots, num_bytes: int, leave_bytes: int, saves: int) -> Shor
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Let one process of the node at a time see how much is free, and take it."""
+    """Let one process of the node at a time measure what is free, and reserve it."""
     with (root / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

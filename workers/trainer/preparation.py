@@ -57,7 +57,7 @@ class Critic(Protocol):
 
 
 class Stateful(Protocol):
-    """The interface of whoever carries something from step to step."""
+    """Carries a state from step to step."""
 
     state: Any
 

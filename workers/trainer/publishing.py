@@ -55,10 +55,9 @@ from penstock.workers.trainer.models.vision import vision_tower
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan
 from penstock.workers.weights.chain.relay import Reporter
-from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
-from penstock.workers.weights.publication.publication import stream_beside
+from penstock.workers.weights.piece import Piece, Span, gather_spans
 from penstock.workers.weights.publication.layout import DTYPE_BYTES, NO_OUTLET, Layout, compute_layout
-from penstock.workers.weights.publication.publication import PublicationWriter, needs_buffers, seal
+from penstock.workers.weights.publication.publication import PublicationWriter, needs_buffers, seal, side_stream
 from penstock.workers.weights.publication.publication_files import publication_directory
 
 ADVICE = "Make room, or make the model of a checkpoint elsewhere: penstock export CHECKPOINT DIRECTORY."
@@ -109,7 +108,7 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     configuration, tokenizer and processor come from. Where LoRA was trained, its weights are merged, and the adapter
     alone lies in `adapter/`. Collective. Raises `WeightError` where a file cannot be written."""
     target, ranks = Path(directory), engine.ranks
-    tensors = spans_by_tensor(engine.pieces(), dtype, ranks.gather_ranks)
+    tensors = gather_spans(engine.pieces(), dtype, ranks.gather_ranks)
     plan = plan_files({each.name: (each.shape, each.dtype) for each in tensors}, ranks.num_ranks)
     with _write_errors(target, ranks.rank, plan):
         target.mkdir(parents=True, exist_ok=True)
@@ -146,8 +145,8 @@ def _write_errors(target: Path, rank: int, plan: FilePlan, what: str | None = No
         if name is not None:
             with contextlib.suppress(OSError):
                 part_of(target / name).unlink()
-        told = f"export to {target}: rank {rank} could not write {what or name or 'its part'}: {error}"
-        raise WeightError(told + free.too_little(ADVICE)) from None
+        text = f"export to {target}: rank {rank} could not write {what or name or 'its part'}: {error}"
+        raise WeightError(text + free.shortage_text(ADVICE)) from None
 
 
 def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Span]], target: Path) -> dict[str, int]:
@@ -194,8 +193,8 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 def try_texts(lm: Any, model_path: str, dtype: str) -> None:
-    """Write all that an export has but for the weights, and throw it away: what cannot be written is told before
-    anything is trained. Raises `ModelError`."""
+    """Write all files of an export but the weights, and throw them away, so that what cannot be written is an error
+    before anything is trained. Raises `ModelError`."""
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
         try:
             _write_texts(lm, Path(folder), model_path, dtype)
@@ -284,7 +283,7 @@ class Publisher:
         except BaseException:
             writing.give_up()
             raise
-        stream, num_threads = stream_beside(self._ranks.device), torch.get_num_threads()
+        stream, num_threads = side_stream(self._ranks.device), torch.get_num_threads()
         last = self._last = PendingPublication(version)
 
         def finish() -> None:
@@ -328,7 +327,7 @@ class Publisher:
 class _VersionWriter:
     """The writing of one version by one rank: `take` each piece, then `finish`, from any thread.
 
-    With a plan the nodes' relays have begun the version: each chunk goes on as soon as it is written."""
+    With a plan the nodes' relays have begun the version: each chunk is passed on as soon as it is written."""
 
     def __init__(self, directory: str, version: int, layout: Layout, ranks: Ranks, plan: ChunkPlan | None) -> None:
         self.directory, self.version, self.layout, self.plan = directory, version, layout, plan

@@ -79,10 +79,10 @@ class StepReport:
     row_ids: np.ndarray
     """Ids (int64) of the rows that this rank reports."""
     share: Share | None = None
-    """Share of the batch: what the store is to be told is trained. None: another rank reports these rows."""
+    """Share of the batch that the store counts as trained. None: another rank reports these rows."""
     no_memory_checkpoint: str | None = None
-    """The reason why this rank makes no in-memory checkpoints from this step on: told once. None: it does, or this
-    has been told."""
+    """The reason why this rank makes no in-memory checkpoints from this step on, reported once. None: it makes them, or
+    an earlier report has said why not."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class ScalarTrainer(PolicyTrainer):
         return ScalarModel(lm), weights, max_length(lm)
 
     def check_scores(self) -> None:
-        """Do nothing: `open_scalar_lm` has seen that the head is a linear layer, and nothing follows it."""
+        """Do nothing: `open_scalar_lm` has checked that the head is a linear layer, and nothing follows it."""
 
     @torch.no_grad()
     def values(self, rows: Rows) -> list[np.ndarray]:

@@ -50,7 +50,7 @@ class TrainerSpec(RankSpec):
     checkpoint_timeout_s: float = 1800.0
     memory_checkpoint_root: str | None = None
     """Directory in shared memory below which every rank keeps a copy of its state after each update, the same on all
-    nodes (`memory_checkpoint/`). None: no copies."""
+    nodes (`memory_checkpoint.py`). None: no copies."""
     keeps_beside: bool = False
     """True if the copy is made when `begin_keeping` asks for it, beside the next step; else it is part of the step."""
     after_step: int = 0

@@ -62,7 +62,7 @@ def size_of(model: nn.Module, *, has_adapters: bool) -> ModelSize:
     configuration does not say how wide the heads are, they are as wide as the hidden states. Where it does not say how
     many experts a token is sent to (`num_experts_per_tok`), all count."""
     config = getattr(getattr(model, "lm", model), "config", None)
-    config = getattr(config, "text_config", config)  # of one that sees, too
+    config = getattr(config, "text_config", config)  # of a vision model, too
     hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 1)
     head = getattr(config, "head_dim", None) or hidden // max(1, heads)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -246,11 +246,11 @@ class PolicyTrainer:
             temperature = None
         if self.routers is not None:
             self.routers.follow(batch.experts_SLW)
-        seen: tuple[Any, ...] = () if batch.pictures is None else (False, batch.pictures.to(self.ranks.device))
+        more: tuple[Any, ...] = () if batch.pictures is None else (False, batch.pictures.to(self.ranks.device))
         if likeliest:
-            seen = (*(seen or (False, None)), likeliest)
+            more = (*(more or (False, None)), likeliest)
         logprobs_N, entropy_N = self.engine.forward(
-            batch.input_ids_SL, batch.places, batch.scored, entropy, temperature, batch.blocks, *seen
+            batch.input_ids_SL, batch.places, batch.scored, entropy, temperature, batch.blocks, *more
         )
         return batch.per_target(logprobs_N), None if entropy_N is None else batch.per_target(entropy_N)
 
@@ -277,7 +277,7 @@ class PolicyTrainer:
         `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
         `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
         rows have `behavior_logprobs`. An optimizer step whose gradient norm is not finite is left out and counted:
-        weights and optimizer stay as they were. `recorder`: is told of each token. Raises `DataError`, `DataflowError`.
+        weights and optimizer stay as they were. `recorder`: notes each token. Raises `DataError`, `DataflowError`.
         """
         started = clock(self.ranks.device)
         seconds: dict[str, float] = defaultdict(float)
@@ -335,7 +335,7 @@ class PolicyTrainer:
             return inputs, self._batcher.minibatches(rows, inputs, count or self.config.num_minibatches)
 
     def _metrics(self, shared: UpdateContext, minibatches: list[Minibatch]) -> dict[str, float]:
-        """What the micro-batches have told, over all ranks. Collective."""
+        """Metrics of the micro-batches, over all ranks. Collective."""
         with self._phase(f"update {self.num_updates}, metrics"):
             shared.tally.add_padding(minibatches)
             return with_shares(shared.tally.reduced(self.ranks), self.metrics_prefix)
@@ -392,18 +392,18 @@ class PolicyTrainer:
 
     def export(self, directory: str) -> dict[str, int]:
         """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
-        files that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
+        files that this rank has written, with their bytes. `directory`: visible to all ranks. Collective. Raises
         `WeightError`."""
         with self._phase("export"):
             return export(self.engine, directory, self.model_path, self.engine_dtype)
 
     def take_device(self) -> None:
-        """Come back to the device that an engine had meanwhile. Does nothing on a CPU."""
+        """Come back to the device after an engine has used it. Does nothing on a CPU."""
         if self.ranks.device.type != "cpu":
             self.engine.take_device()
 
     def leave_device(self) -> None:
-        """Make room for an engine on the same device, as soon as a checkpoint has copied what is there. Does nothing on
+        """Make room for an engine on the same device, as soon as a checkpoint has copied what it needs. Does nothing on
         a CPU."""
         self._before_weights_change()
         if self.routers is not None:

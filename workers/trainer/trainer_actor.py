@@ -22,12 +22,23 @@ import ray
 from penstock.conf.errors import NotStarted
 from penstock.conf.weights import SYNC_PHASES, WeightsConfig
 from penstock.metering.ray_export import exported
-from penstock.network.machine import free_address
+from penstock.network.host import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.epoch import Epoch
-from penstock.workers.calls.training_calls import AdamParams, AdapterSpec, AdapterState, Datum, ForwardOutput, LossCall
-from penstock.workers.lifecycle.progress import (
+from penstock.workers.protocols import (
+    AdamParams,
+    AdapterSpec,
+    AdapterState,
+    Datum,
+    ForwardOutput,
+    Loss,
+    LossCall,
+    Publication,
+    UpdateReport,
+)
+from penstock.workers.runtime.processes import ProcessId, prepare_for_torch, register
+from penstock.workers.runtime.serving import (
     EXPORTING,
     IDLE,
     KEEPING,
@@ -39,25 +50,23 @@ from penstock.workers.lifecycle.progress import (
     Phases,
     Progress,
 )
-from penstock.workers.machine.cpu import prepare_for_torch
-from penstock.workers.machine.files import SavedFile
-from penstock.workers.machine.processes import ProcessId, register
-from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.runtime.url_files import SavedFile
 from penstock.workers.trainer.report import StepReport, TokenValues
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
-from penstock.workers.weights.transport import Delivery, Engines, Transport
+from penstock.workers.weights.engine_calls import ReceivingEngines, StreamedVersion
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.assembly import ScorerParts, TrainerParts
     from penstock.workers.trainer.ranks import Meeting, Ranks
     from penstock.workers.trainer.slot_trainer import SlotTrainer
     from penstock.workers.weights.chain.plan import ChunkPlan
+    from penstock.workers.weights.weight_senders import StreamTransport
 
 T = TypeVar("T")
 
 
 class _Rank:
-    """State and calls that both shells share: the rank's specification, its meeting place, its process."""
+    """State and calls that both shells share: the rank's specification, its parts, its meeting place, its process."""
 
     _meeting: "Meeting | None" = None
     _spec: RankSpec
@@ -101,9 +110,11 @@ class _Rank:
 
         return phase(name, ranks)
 
-    def _close_meeting(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
+    def _needed(self, part: T | None, what: str) -> T:
+        """Return the part. Raises `NotStarted` where it is missing."""
+        if part is None:
+            raise NotStarted(f"{self._spec.name}: this call needs {what}.")
+        return part
 
 
 class Trainer(_Rank):
@@ -113,14 +124,14 @@ class Trainer(_Rank):
     them over."""
 
     _spec: TrainerSpec
+    _started: "TrainerParts | None" = None
 
     def __init__(self, spec: TrainerSpec) -> None:
         super().__init__(spec)
         self._epoch = Epoch()
         self._num_threads = spec.num_threads
         self._meters = exported(spec.origin)
-        self._started: TrainerParts | None = None
-        self._connected: Transport | None = None
+        self._connected: StreamTransport | None = None
 
     def start(self, address: str | None) -> None:
         """Load the models and join the other ranks; one rank alone needs no address. Collective. Raises `ModelError`,
@@ -224,8 +235,8 @@ class Trainer(_Rank):
     # Checkpoints, copies in memory, publications.
 
     def begin_saving(self, directory: str, epoch: int = 0) -> bool:
-        """Take the present state; it is copied and written while training goes on. False: an earlier one is still being
-        written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
+        """Take the present state; it is copied and written while training continues. False: an earlier one is still
+        being written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
         self._epoch.check(epoch)
         with self._phases.within(SAVING), self._together(f"save to {directory}"):
             return self._parts.state.begin(directory)
@@ -263,7 +274,7 @@ class Trainer(_Rank):
 
     def finish_keeping(self, step: int, epoch: int = 0) -> str | None:
         """Wait for what `begin_keeping` started; may run beside `step`. None: the copy is there; else why there are no
-        copies from now on, told once. Raises `PartnerGone`, `DeadlineExceeded`."""
+        copies from now on, reported once. Raises `PartnerGone`, `DeadlineExceeded`."""
         self._epoch.check(epoch)
         checkpoint = self._parts.memory_checkpoint
         with self._collective(f"copy of the state after step {step}", self._parts.trainer.ranks):
@@ -297,22 +308,20 @@ class Trainer(_Rank):
             return self._parts.trainer.finish_publishing(version, SYNC_PHASES * self._spec.phase_timeout_s)
 
     def free_address(self) -> str:
-        """Return `host:port` on this node for a transport that has to be told where to listen."""
+        """Return `host:port` on this node for a transport to listen on."""
         return free_address(ray.util.get_node_ip_address())
 
-    def connect(self, name: str, engines: Engines, address: str, directory: str, config: WeightsConfig) -> None:
-        """Meet the engines, where weights are streamed to them. `address`: where they can meet; `directory`: root of
-        publications. Collective. Raises `DeadlineExceeded`, `WeightError`, `ResourceError`."""
-        from penstock.workers.weights.trainer_side import TrainerSide, make_transport
+    def connect(self, name: str, engines: ReceivingEngines, address: str, config: WeightsConfig) -> None:
+        """Meet the engines, where weights are streamed to them. `address`: where they can meet. Collective. Raises
+        `DeadlineExceeded`, `WeightError`, `ResourceError`."""
+        from penstock.workers.weights.weight_senders import SendingRank, StreamTransport
 
-        side = TrainerSide.of(self._parts.trainer)
-        self._connected = make_transport(
-            name, side, directory=directory, bucket_mib=config.bucket_mib, timeout_s=self._spec.phase_timeout_s
-        )
+        rank, timeout_s = SendingRank.of(self._parts.trainer), self._spec.phase_timeout_s
+        self._connected = StreamTransport(name, rank, bucket_mib=config.bucket_mib, timeout_s=timeout_s)
         self._connected.connect(engines, address)
 
-    def prepare(self, version: int) -> Delivery:
-        """Return what the engines are told of a version that `send` brings. Collective."""
+    def prepare(self, version: int) -> StreamedVersion:
+        """Return what engines need to know of a version before `send` brings it. Collective."""
         return self._transport.prepare(version)
 
     def send(self, version: int) -> None:
@@ -359,7 +368,8 @@ class Trainer(_Rank):
             if self._started.memory_checkpoint is not None:
                 self._started.memory_checkpoint.close()
             self._started.trainer.close()
-        self._close_meeting()
+        if self._meeting is not None:
+            self._meeting.close()
 
     def _together(self, name: str) -> AbstractContextManager[None]:
         """Compute in the block with this rank's number of threads: torch keeps it for each calling thread, and Ray
@@ -381,11 +391,8 @@ class Trainer(_Rank):
         return self._needed(self._started, "`start` first")
 
     @property
-    def _transport(self) -> Transport:
+    def _transport(self) -> "StreamTransport":
         return self._needed(self._connected, "`connect` first")
-
-    def _needed(self, part: T | None, what: str) -> T:
-        return _needed(part, self._spec.name, what)
 
 
 class Scorer(_Rank):
@@ -393,10 +400,7 @@ class Scorer(_Rank):
     session, then `close`. `run` with another store ends the one before."""
 
     _spec: ScorerSpec
-
-    def __init__(self, spec: ScorerSpec) -> None:
-        super().__init__(spec)
-        self._started: ScorerParts | None = None
+    _started: "ScorerParts | None" = None
 
     def start(self, address: str | None) -> None:
         """Start like `Trainer.start`."""
@@ -413,7 +417,7 @@ class Scorer(_Rank):
         """Make room on the device for ranks that train. It comes back by itself for the next rows. Does nothing before
         the start."""
         if self._started is not None:
-            self._started.guest.leave_device()
+            self._started.scorer.leave_device()
 
     def progress(self) -> Progress:
         """Rows computed, and rows of the present round. May be called at any time."""
@@ -432,15 +436,9 @@ class Scorer(_Rank):
         """Leave the other ranks, if this one has joined them."""
         if self._started is not None:
             self._started.trainer.close()
-        self._close_meeting()
+        if self._meeting is not None:
+            self._meeting.close()
 
     @property
     def _parts(self) -> "ScorerParts":
-        return _needed(self._started, self._spec.name, "`start` first")
-
-
-def _needed(part: T | None, actor: str, what: str) -> T:
-    """Return the part. Raises `NotStarted` where it is missing."""
-    if part is None:
-        raise NotStarted(f"{actor}: this call needs {what}.")
-    return part
+        return self._needed(self._started, "`start` first")

@@ -4,17 +4,17 @@
     ScorerWorker.run():     one round of the stage after the other ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
-and each gets its share of the rows (`shared_rounds.py`). Ranks that split the work on the same rows ask for the same
+and each gets its share of the rows. Ranks that split the work on the same rows ask for the same
 share, and one of them answers for it.
 
 Legend: _N rows (samples) of this rank.
 
-The store's rounds as all ranks of a model take them: every rank has its share of a round, or none goes on with it.
+All ranks of a model take the store's rounds together: every rank has its share of a round, or none computes it.
 
     begin ─▶ number of the first round     take ─▶ this rank's share of a round, once every rank has its own
 
-A rank that computed alone would wait for the others in a collective. So ranks tell each other the outcome of their
-requests before anything is computed: a store that is gone, or rows on a node that does not answer.
+A rank that computed alone would wait for the others in a collective. So ranks exchange the outcomes of their requests
+before anything is computed: a store that is gone, or rows on a node that does not answer.
 """
 
 import threading
@@ -140,7 +140,7 @@ class SharedRounds:
                 return None
 
     def _exchanged(self, mine: Outcome, failure: PenstockError | None) -> list[Outcome]:
-        """Outcomes of every rank. Raises if one of them cannot go on."""
+        """Outcomes of every rank. Raises if one of them has failed or gives up."""
         outcomes: list[Outcome] = self._peers.gather_ranks(mine)
         for rank, outcome in enumerate(outcomes):
             if outcome.kind == FAILED or outcome.gives_up:
@@ -152,7 +152,7 @@ class SharedRounds:
 
 class TrainerWorker:
     """Trains on the batches of a store, a batch in each `step`. Lifecycle: `attach`, then `step` any number of times;
-    `attach` again to go on with another store."""
+    `attach` again to continue with another store."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """The trainers of one rank, a policy and perhaps its critic, as one state: for checkpoints, and for in-memory
-checkpoints (`memory_checkpoint/`).
+checkpoints (`memory_checkpoint.py`).
 
 policy/weights/…  policy/exp_avg/…  policy/exp_avg_sq/…  policy/counters      critic/…      rng/<rank>
 """
@@ -45,8 +45,8 @@ class TrainingState:
             trainer.before_weights_change.append(self.saver.wait_until_copied)
 
     def begin(self, directory: str) -> bool:
-        """Save the present state; training may go on. False: an earlier one is still being written. Collective. Raises
-        `DataflowError` for what a function carries and no checkpoint can keep."""
+        """Save the present state; training may continue. False: an earlier one is still being written. Collective.
+        Raises `DataflowError` for what a function carries and no checkpoint can keep."""
         return self.saver.begin(self.pieces(), directory, self.carried())
 
     def finish(self) -> list[SavedFile]:

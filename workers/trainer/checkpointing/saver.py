@@ -1,4 +1,4 @@
-"""Saves one rank's share of a trainer through torch's distributed checkpoint (DCP), while training goes on.
+"""Saves one rank's share of a trainer through torch's distributed checkpoint (DCP), while training continues.
 
     begin ─▶ a thread copies the pieces to the host ─▶ writes them, all ranks together ─▶ reads its files back
                         │
@@ -10,7 +10,7 @@ too. A file that is not what was written fails the save by its name.
 The copy is one buffer as large as the pieces, kept and used again, since fresh memory costs more than the copying:
 
     CPU   pieces ─▶ buffer                              by one thread: torch's own would take training's cores
-    GPU   pieces ─▶ page-locked 64 MiB ─▶ buffer        two of them take turns (`weights/publication/device_copies.py`)
+    GPU   pieces ─▶ page-locked 64 MiB ─▶ buffer        two of them take turns (`weights/publication/publication.py`)
 
 The buffer itself is not page-locked: torch rounds such memory up to a power of two, which for 33 GB is 64 GiB a rank.
 No save begins before the previous one has released the buffer, on every rank. A save that misses its deadline, or whose
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.runtime.local_files import FreeSpace
-from penstock.workers.runtime.url_files import SavedFile, fault_of, is_url, remove, upload
+from penstock.workers.runtime.url_files import SavedFile, file_fault, is_url, remove, upload
 from penstock.workers.trainer.checkpointing.shard_files import (
     CARRIED,
     INDEX,
@@ -55,7 +55,7 @@ from penstock.workers.weights.publication.publication import (
     DeviceCopies,
     PlacedValues,
     needs_buffers,
-    stream_beside,
+    side_stream,
 )
 
 LOWEST = 19
@@ -197,7 +197,7 @@ class Saver:
         except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001 - it is for `finish` to tell
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             failure = CheckpointError(
-                f"{save.directory}: rank {self._ranks.rank} could not write: {reason[0]}{free.too_little(ADVICE)}"
+                f"{save.directory}: rank {self._ranks.rank} could not write: {reason[0]}{free.shortage_text(ADVICE)}"
             )
         finally:
             self._end(save, written, failure)
@@ -236,7 +236,7 @@ class Saver:
             save.check_wanted()
             if local != save.directory:
                 upload(Path(local) / file.name, save.directory)
-            if fault := fault_of(save.directory, file, save.check_wanted):
+            if fault := file_fault(save.directory, file, save.check_wanted):
                 raise CheckpointError(f"{file.name}, read back from there, {fault}")
         return writer.written
 
@@ -305,7 +305,7 @@ class HostCopy:
         """Copy `[n]` uint8 each, from the byte of the buffer on that stands with it."""
         place = TensorPlace("state", "uint8", tuple(self.memory.shape), 0)
         through = DeviceCopies(self._write)
-        with stream_beside(far[0][1].device):
+        with side_stream(far[0][1].device):
             for start, values in far:
                 for some in values.split(BUFFER_BYTES):
                     through.add(place, start, some)

@@ -50,7 +50,7 @@ from torch.futures import Future
 from penstock.conf.errors import CheckpointError, DamagedCheckpoint, suggest
 from penstock.network.names import checked
 from penstock.workers.runtime.local_files import DirectReader, DirectWriter, write_whole
-from penstock.workers.runtime.url_files import FarFile, SavedFile, fault_of, is_url, open_file, read_text
+from penstock.workers.runtime.url_files import RemoteFile, SavedFile, file_fault, is_url, open_file, read_text
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Corner, Extents, Piece, boxes, boxes_of_run, place_of
@@ -173,7 +173,7 @@ class ShardReader(StorageReader):
         place: BoxPlace = self.read_metadata().storage_data[item.storage_index]
         return place
 
-    def _read(self, file: DirectReader | FarFile, place: BoxPlace, item: ReadItem) -> Tensor:
+    def _read(self, file: DirectReader | RemoteFile, place: BoxPlace, item: ReadItem) -> Tensor:
         """The part of a saved box that an item asks for. Where it has not all columns, those between are read, too."""
         tensor = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
@@ -221,7 +221,7 @@ def read_carried(directory: str) -> str:
 def check_files(directory: str, files: Iterable[SavedFile]) -> None:
     """Raise `DamagedCheckpoint` for the first file of a directory or URL that is not what was written."""
     for file in files:
-        if fault := fault_of(directory, file):
+        if fault := file_fault(directory, file):
             raise DamagedCheckpoint(f"{directory}/{file.name} {fault}. Resume from the checkpoint before it.")
 
 

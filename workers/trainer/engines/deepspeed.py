@@ -12,10 +12,8 @@ Where ZeRO keeps a parameter, which elements of it this rank has, and in which f
 The flat tensors are float32 masters, and AdamW's moments are flat tensors of the same order. Read from DeepSpeed's
 optimizers, since its public `safe_get_local_*` exist for stage 3 only and may return copies.
 
-DeepSpeed as a library inside an actor: imported late, told where it is, and what to do.
-
-DeepSpeed expects to be started by its own launcher, which sets environment variables, and compiles C++ extensions when
-first used.
+DeepSpeed is imported late, inside an actor. It expects to be started by its own launcher, which sets environment
+variables, and compiles C++ extensions when first used.
 """
 
 import math

@@ -23,7 +23,13 @@ from penstock.conf.trainer import ALL_LINEAR, LoraConfig
 from penstock.workers.trainer.engines.mesh import gathered, local
 from penstock.workers.trainer.models.starting_weights import take_weights
 from penstock.workers.weights.checkpoint_form import stacked_experts
-from penstock.workers.weights.publication.adapter import FILE_NAME, Targets, ends, targets_of, tensor_name
+from penstock.workers.weights.publication.adapter import (
+    FILE_NAME,
+    AdapterTargets,
+    find_targets,
+    last_parts,
+    tensor_name,
+)
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""
@@ -76,7 +82,7 @@ def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    targets = targets_of(lm, config)
+    targets = find_targets(lm, config)
     _log_left_out(lm, config, targets)
     peft_config = PeftConfig(
         r=config.rank,
@@ -116,7 +122,7 @@ def check_compiles(lm: Any) -> None:
         )
 
 
-def _log_left_out(lm: Any, config: LoraConfig, targets: Targets) -> None:
+def _log_left_out(lm: Any, config: LoraConfig, targets: AdapterTargets) -> None:
     """Say in the log which weights [all-linear] leaves out of a mixture of experts."""
     experts = stacked_experts(lm)
     if ALL_LINEAR in config.target_modules and experts and not targets.experts:
@@ -124,7 +130,7 @@ def _log_left_out(lm: Any, config: LoraConfig, targets: Targets) -> None:
         _LOG.warning(
             "trainer.lora.target_modules=[%s]: %s get adapters; the experts, %.0f%% of the weights, are stacked and "
             "get none. Name them to train them, too: [%s,%s].",
-            ALL_LINEAR, ", ".join(ends(targets.layers)), 100 * share, ALL_LINEAR, ",".join(ends(experts)),
+            ALL_LINEAR, ", ".join(last_parts(targets.layers)), 100 * share, ALL_LINEAR, ",".join(last_parts(experts)),
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@
     o, down:           rows of the product, columns of the weight   ─▶ partial sums ─▶ all-reduce
     experts:           each rank some of them whole                ─▶ partial sums ─▶ all-reduce
 
-Embeddings, norms, routers, the output layer and a tower that sees are whole on every rank. The model itself says which
+Embeddings, norms, routers, the output layer and a vision tower are whole on every rank. The model itself says which
 layers are split how (`base_model_tp_plan` of its configuration). FSDP2 then splits what is left along the other dims of
 the mesh (`mesh.py`).
 

@@ -6,7 +6,7 @@ fit.
 
 Everything else in a layer looks at one token at a time and so needs no other rank. Each rank gets the whole answer and
 computes the same loss; gradients flow back to the rank whose token it was, and FSDP2 sums them. The model is as it was
-but for the name of its attention and a hook that tells it where its tokens stand.
+but for the name of its attention and a hook that adds the positions of its tokens.
 
 Legend: B rows, L padded tokens, P ranks that split them, N places asked for, D width of a head.
 """

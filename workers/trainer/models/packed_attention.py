@@ -154,7 +154,7 @@ SHARING = frozenset({
     "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
 """Kinds of models whose trees a test compares with rows alone. Others may count positions from elsewhere (RoBERTa), or
-keep to themselves what their attention is told (Nemotron)."""
+not pass arguments on to their attention (Nemotron)."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names that transformers has for kinds of layers."""
 
@@ -187,7 +187,7 @@ def choose_trees(lm: Any, sharing: str, *, is_compiled: bool) -> str:
 
 
 def text_model(lm: Any) -> Any:
-    """The part of a model that reads text: all of it, if it does not see."""
+    """The part of a model that reads text: all of it, if it has no vision tower."""
     return getattr(lm.base_model, "language_model", lm)
 
 
@@ -212,7 +212,7 @@ def reason_against_trees(lm: Any) -> str | None:
     if config._attn_implementation not in ("sdpa", PACKED):
         return f"trees are for model.attention=sdpa, and it is {config._attn_implementation}"
     if text_model(lm) is not lm:
-        return f"{config.model_type} sees, and rows with pictures share nothing"
+        return f"{config.model_type} is a vision model, and rows with pictures share nothing"
     if config.model_type not in SHARING:
         return f"{config.model_type} is none of the models whose trees were compared with rows alone"
     windowed = SLIDING if getattr(config, "sliding_window", None) else FULL

@@ -81,7 +81,7 @@ class Routers:
         self._experts_LW = experts_LW
 
     def _passed(self, number: int, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """Hook of router `number`: the results to go on with; None: its own."""
+        """Hook of router `number`: the results to use; None: its own."""
         if self._is_recording:
             self._logits.append(output[0] if isinstance(output, tuple) else output)
         if number in self._unchecked:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.workers.weights.checkpoint_form import SAFETENSORS, check_weights, keys_of_model, stored_files
+from penstock.workers.weights.checkpoint_form import SAFETENSORS, check_weights, match_keys, stored_files
 
 CHUNK_BYTES = 4 * 2**20
 """Most bytes that are copied at once, and that stay mapped of a checkpoint: mapped pages count as memory."""
@@ -187,7 +187,7 @@ def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
     stored = StoredTensors(stored_files(path))
     if not all(file.endswith(SAFETENSORS) for file in stored.files.values()):
         raise UnreadableByRange("it has no safetensors")
-    found = keys_of_model(lm, stored)
+    found = match_keys(lm, stored)
     for name, key in found.converted.items():
         raise UnreadableByRange(f"transformers makes {name} of {key} and maybe others")
     keys, stacked = found.single, found.stacked

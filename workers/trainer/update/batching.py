@@ -72,7 +72,7 @@ class MicroBatch:
     """Records of the experts that the engine chose, `[S * L, W]` int16, `UNREAD` where it has not read the token;
     None: not recorded."""
     pictures: Pictures | None = None
-    """What the model sees, if only a blank picture; None: it reads text only. It stays on the host until it is read: in
+    """Pictures, if only a blank one; None: the model reads text only. They stay on the host until they are read: in
     a batch with pictures it is most of the bytes."""
 
     @property
@@ -141,10 +141,10 @@ def row_shapes(rows: Rows, max_length: int | None = None) -> Shapes:
 
 
 def plan(
-    lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None, seen: np.ndarray | None = None
+    lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None, picture_tokens: np.ndarray | None = None
 ) -> list[np.ndarray]:
     """Choose which rows share a micro-batch: positions, each row exactly once. `counts`: sequences of each row; None:
-    one. `seen`: tokens that the pictures of each row are worth, which count beside the padded ones; None: none.
+    one. `picture_tokens`: cost of the pictures of each row, in tokens, which counts beside the padded ones; None: none.
 
     Rows are ordered by length, longest first (equal ones stay in order), and cut where padded tokens plus
     `MICROBATCH_COST_TOKENS` a micro-batch are least. Sequences x longest <= `max_tokens`; a row larger than that is a
@@ -153,7 +153,7 @@ def plan(
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = lengths[order]
     sequences = np.concatenate([[0], np.cumsum(np.ones(len(order), np.int64) if counts is None else counts[order])])
-    weights = None if seen is None else np.concatenate([[0], np.cumsum(seen[order])])
+    weights = None if picture_tokens is None else np.concatenate([[0], np.cumsum(picture_tokens[order])])
     count = len(order)
     cheapest = np.zeros(count + 1)  # of the rows from here on
     ends = np.zeros(count, dtype=np.int64)
@@ -183,7 +183,7 @@ def plan_groups(
     group_ids: np.ndarray,
     max_tokens: int,
     counts: np.ndarray | None = None,
-    seen: np.ndarray | None = None,
+    picture_tokens: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Plan like `plan`, but keep the rows of a group together, for losses that compare them. Positions, each exactly
     once.
@@ -192,7 +192,7 @@ def plan_groups(
     `max_tokens`, and has at least one group.
     """
     counts = np.ones(len(lengths), np.int64) if counts is None else counts
-    seen = np.zeros(len(lengths), np.int64) if seen is None else seen
+    picture_tokens = np.zeros(len(lengths), np.int64) if picture_tokens is None else picture_tokens
     groups, group_of = np.unique(group_ids, return_inverse=True)
     longest = np.zeros(len(groups), dtype=np.int64)
     np.maximum.at(longest, group_of, lengths)
@@ -200,7 +200,7 @@ def plan_groups(
     widest = num_sequences = weight = 0
     for group in np.argsort(-longest, kind="stable").tolist():
         members = np.flatnonzero(group_of == group).tolist()
-        more, heavier = int(counts[members].sum()), int(seen[members].sum())
+        more, heavier = int(counts[members].sum()), int(picture_tokens[members].sum())
         if cuts and (num_sequences + more) * widest + weight + heavier <= max_tokens:
             cuts[-1].extend(members)
             num_sequences, weight = num_sequences + more, weight + heavier
@@ -257,7 +257,7 @@ def collate(
 ) -> MicroBatch:
     """Make one micro-batch of the rows at these positions; `columns`: names of further columns to hand to the loss.
     `packed`: without padding, the longest sequence first. `shared`: as trees of each group's sequences, without records
-    of experts and pictures. `reader`: of a model that sees.
+    of experts and pictures. `reader`: of a vision model.
 
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding; those of candidates
     `[B, T, J]`. Rows with `target_ids`
@@ -276,7 +276,7 @@ def collate(
     row_N, token_N = np.nonzero(mask_BT)
     ids_SL, targets_N = layout.ids_SL, sequences.targets_N
     lengths_S, starts_S = layout.lengths_S, layout.starts_S
-    seen = None if reader is None else pictures_of(rows, positions, lengths_S, starts_S, ids_SL.shape, reader)
+    pictures = None if reader is None else pictures_of(rows, positions, lengths_S, starts_S, ids_SL.shape, reader)
     batch = MicroBatch(
         rows=np.asarray(positions),
         input_ids_SL=torch.from_numpy(ids_SL),
@@ -291,7 +291,7 @@ def collate(
         num_shared=layout.num_shared,
         blocks=layout.blocks,
         experts_SLW=_experts(rows, positions, starts_S, lengths_S, ids_SL.size),
-        pictures=seen,
+        pictures=pictures,
         **_temperatures(rows, positions),
     )
     for name in columns:

@@ -1,7 +1,7 @@
 """The minibatches of an update, one an optimizer step: rows cut on all ranks alike, and what the loss reads of them.
 
 A batch is cut into minibatches of whole groups, and those into micro-batches, as many on every rank. `batching.py`
-decides how rows are cut; here ranks tell each other of it.
+decides how rows are cut; here ranks exchange the result.
 
 The loss of a dataflow names what it reads (`Dataflow.train`, `algorithms/losses/`): columns of the rows, and what only
 the trainer has. Its arguments are found once, from its signature.
@@ -231,13 +231,15 @@ class Batcher:
     def _plan(self, rows: Rows, positions: np.ndarray, shapes: Shapes, whole_groups: bool) -> list[np.ndarray]:
         """Positions of each micro-batch of rows that share nothing. `shapes`: theirs."""
         budget, groups = self.config.microbatch_tokens, rows.group_ids[positions] if whole_groups else None
-        seen = None if self.reader is None else picture_weights(rows, positions, self.reader)
+        picture_tokens = None if self.reader is None else picture_weights(rows, positions, self.reader)
         if self.packed:
-            cuts = batching.plan_packed(shapes.num_tokens + (0 if seen is None else seen), budget, groups)
+            cuts = batching.plan_packed(
+                shapes.num_tokens + (0 if picture_tokens is None else picture_tokens), budget, groups
+            )
         elif groups is not None:
-            cuts = batching.plan_groups(shapes.longest, groups, budget, shapes.num_sequences, seen)
+            cuts = batching.plan_groups(shapes.longest, groups, budget, shapes.num_sequences, picture_tokens)
         else:
-            cuts = batching.plan(shapes.longest, budget, shapes.num_sequences, seen)
+            cuts = batching.plan(shapes.longest, budget, shapes.num_sequences, picture_tokens)
         return [positions[cut] for cut in cuts]
 
     def _pad(self, batches: list[MicroBatch], count: int) -> list[MicroBatch]:

@@ -40,7 +40,7 @@ class Picture:
     grid: tuple[int, int, int]
     """Patches in time, height and width."""
     features_UE: Tensor | None = None
-    """What a frozen tower sees in it, on the host; then no pixels are needed. None: it is computed where it is read."""
+    """Features by a frozen tower, on the host; then no pixels are needed. None: they are computed where it is read."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Pictures:
     position_ids_3SL: Tensor
     """Positions in time, height and width, int64."""
     features_UE: Tensor | None = None
-    """What a frozen tower sees in all distinct pictures; None: the model's tower runs."""
+    """Features of all distinct pictures by a frozen tower; None: the model's tower runs."""
 
     def columns(self, first: int, count: int, length: int) -> "Pictures":
         """The pictures as a rank reads them that has `count` columns of `[S, length]`, from `first` on: features go to

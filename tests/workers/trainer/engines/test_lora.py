@@ -27,9 +27,14 @@ from penstock.workers.trainer.engines.lora import hf_name, is_adapter
 from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.publication.adapter import adapted_layers, deltas, layer_shapes, layout_of, targets_of
-from penstock.workers.weights.publication.publication_files import MappedWeights, open_publication
-from penstock.workers.weights.publication.publication_files import WEIGHTS_NAME
+from penstock.workers.weights.publication.adapter import (
+    adapted_layers,
+    adapter_layout,
+    deltas,
+    find_targets,
+    layer_shapes,
+)
+from penstock.workers.weights.publication.publication_files import WEIGHTS_NAME, MappedWeights, open_publication
 from tests.model_files import logprobs_by
 from tests.workers.weights.chain.relays import Cluster
 
@@ -142,7 +147,7 @@ def test_an_engine_knows_the_layers_of_an_adapter_before_it_sees_one(
     manifest = open_publication(make_trainer(lora=config).publish(str(tmp_path), 1))
     layers = adapted_layers(model_path, config)
     assert layer_shapes(manifest, config) == layers
-    assert layout_of(layers, config, "float32") == manifest.layout
+    assert adapter_layout(layers, config, "float32") == manifest.layout
 
 
 def test_a_reference_beside_a_trained_adapter_has_the_whole_model(
@@ -185,10 +190,10 @@ def test_a_reference_has_no_adapter(make_trainer: Make) -> None:
 
 def test_targets_are_ends_of_names(model_path: str) -> None:
     lm = load_causal_lm(model_path)
-    assert targets_of(lm, replace(LORA, target_modules=["q_proj", "1.mlp.up_proj"])).layers == [
+    assert find_targets(lm, replace(LORA, target_modules=["q_proj", "1.mlp.up_proj"])).layers == [
         "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
     ]  # fmt: skip
-    assert len(targets_of(lm, LORA).layers) == 14
+    assert len(find_targets(lm, LORA).layers) == 14
 
 
 @pytest.mark.parametrize("target", ["c_attn", "lm_head", "proj", "embed_tokens"])

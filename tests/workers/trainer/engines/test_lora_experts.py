@@ -20,7 +20,7 @@ from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.engines.tensor_parallel import split_plan
 from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.publication.adapter import targets_of
+from penstock.workers.weights.publication.adapter import find_targets
 from tests.mixtures import build_mixture
 from tests.model_files import logprobs_by
 
@@ -145,7 +145,7 @@ def test_all_linear_says_what_it_takes_of_a_mixture_and_what_it_leaves(
         "the weights, are stacked and get none. Name them to train them, too: [all-linear,down_proj,gate_up_proj]."
     )
     lm = load_causal_lm(paths["qwen3_moe"])
-    both = targets_of(lm, LoraConfig(rank=4, target_modules=["all-linear", "down_proj"]))
+    both = find_targets(lm, LoraConfig(rank=4, target_modules=["all-linear", "down_proj"]))
     assert (len(both.layers), len(both.experts)) == (8, 2)
 
 
@@ -170,7 +170,7 @@ def test_experts_that_are_stored_turned_are_not_offered() -> None:
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(GptOssConfig(**sizes, vocab_size=8, num_attention_heads=2))
     with pytest.raises(ConfigError, match=r"no linear layer of GptOss.* There are k_proj, o_proj, q_proj, v_proj; "):
-        targets_of(lm, LoraConfig(rank=4, target_modules=["gate_up_proj"]))
+        find_targets(lm, LoraConfig(rank=4, target_modules=["gate_up_proj"]))
 
 
 def test_adapters_of_experts_are_not_split(make_trainer: Make, paths: dict[str, str]) -> None:

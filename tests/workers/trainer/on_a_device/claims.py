@@ -296,17 +296,17 @@ def a_scorer_makes_room_and_comes_back_for_the_next_rows() -> None:
     spec = ScorerSpec(name="s", config=TrainerConfig(), model_path=str(PATHS[0]), stage="reference", columns=("c",))
     with ranks_on_the_device():
         parts = assemble_scorer(spec, None)
-    compute = parts.guest.computes(parts.trainer.logprobs)
+    compute = parts.scorer.on_device(parts.trainer.logprobs)
     expected = dict(enumerate(compute(rows_of())))
-    parts.guest.leave_device()
+    parts.scorer.leave_device()
     assert_nothing_there()
     assert_near(expected, dict(enumerate(compute(rows_of()))), 0.0)
 
     def leaves_meanwhile(rows: Rows) -> Any:
-        parts.guest.leave_device()
+        parts.scorer.leave_device()
         return parts.trainer.logprobs(rows)
 
-    assert_near(expected, dict(enumerate(parts.guest.computes(leaves_meanwhile)(rows_of()))), 0.0)
+    assert_near(expected, dict(enumerate(parts.scorer.on_device(leaves_meanwhile)(rows_of()))), 0.0)
 
 
 def tensors_of_two_devices_are_refused() -> None:

@@ -32,7 +32,10 @@ def test_padded_tokens_keep_the_budget_unless_one_row_alone_exceeds_it(lengths: 
 def test_padded_tokens_and_pictures_keep_the_budget_together(rows: list[tuple[int, int]], budget: int) -> None:
     lengths, seen = (np.array([row[number] for row in rows], np.int64) for number in (0, 1))
     alone = np.arange(len(rows))
-    for cuts in (batching.plan(lengths, budget, seen=seen), batching.plan_groups(lengths, alone, budget, seen=seen)):
+    for cuts in (
+        batching.plan(lengths, budget, picture_tokens=seen),
+        batching.plan_groups(lengths, alone, budget, picture_tokens=seen),
+    ):
         assert sorted(np.concatenate(cuts).tolist() if cuts else []) == list(range(len(rows)))
         for cut in cuts:
             assert len(cut) * lengths[cut].max() + seen[cut].sum() <= budget or len(cut) == 1
@@ -42,7 +45,7 @@ def test_padded_tokens_and_pictures_keep_the_budget_together(rows: list[tuple[in
 def test_pictures_that_are_worth_nothing_change_no_plan(lengths: list[int], budget: int) -> None:
     rows = np.array(lengths, np.int64)
     for plain, seen in zip(
-        batching.plan(rows, budget), batching.plan(rows, budget, seen=np.zeros_like(rows)), strict=True
+        batching.plan(rows, budget), batching.plan(rows, budget, picture_tokens=np.zeros_like(rows)), strict=True
     ):
         assert plain.tolist() == seen.tolist()
 
