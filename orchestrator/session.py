@@ -50,7 +50,7 @@ from penstock.orchestrator.run import with_models
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from penstock.store.spec import given
+from penstock.store.spec import environment_rewards
 from penstock.workers.agents.attempts import ERROR_WINDOW, AttemptColumns
 from penstock.workers.agents.trajectory import FAILED, Trajectory
 from penstock.workers.pictures.prompt_pictures import PromptPictures
@@ -91,7 +91,7 @@ class Attempts:
     def __init__(self, fleet: Fleet, config: RunConfig, flow: Dataflow) -> None:
         self._fleet, self._config = fleet, config
         (stage,) = flow.of_kind("rollout")
-        self._columns = AttemptColumns([column.name for column in stage.writes], given(flow)[0])
+        self._columns = AttemptColumns([column.name for column in stage.writes], environment_rewards(flow)[0])
         self._errors = ErrorShare(config.environment.max_error_share, ERROR_WINDOW, "attempts", "environment")
         self.lost: Counter[str] = Counter()
         """Attempts of the last call that have no row, by reason: what the environment rejects, and what fails."""

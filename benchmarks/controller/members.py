@@ -18,7 +18,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed
-from penstock.workers.node.node_actor import NodeActors
+from penstock.workers.node.node_actor import ActorDirectory
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker
@@ -97,7 +97,7 @@ class PlayedAgent(Member):
     def __init__(self, members: Mapping[str, Member]) -> None:
         """Prepare an agent. `members`: all of this process."""
         super().__init__()
-        self._members, self._node_actors = members, NodeActors()
+        self._members, self._node_actors = members, ActorDirectory()
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -30,18 +30,18 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.prompts.data_identity import DataIdentity
 from penstock.workers.prompts.order import CurriculumState, PromptCursor
 from penstock.workers.prompts.source import PromptStart
-from penstock.workers.runtime.local_files import filling
+from penstock.workers.runtime.local_files import staged_directory
 from penstock.workers.runtime.url_files import (
     SavedFile,
     download,
     exists,
-    fault_of,
-    fault_of_size,
+    file_fault,
     is_url,
     list_names,
     move,
     read_text,
     remove,
+    size_fault,
     sync,
     upload_directory,
     write_text,
@@ -124,10 +124,10 @@ class Checkpoints:
         for file in checkpoint.files:
             place = checkpoint.trainer
             is_read = file.name in brought
-            fault = fault_of(place, file) if is_read else fault_of_size(f"{place}/{file.name}", file.num_bytes)
+            fault = file_fault(place, file) if is_read else size_fault(f"{place}/{file.name}", file.num_bytes)
             _refuse(f"{place}/{file.name}", fault)
         for file in snapshot:
-            _refuse(f"{checkpoint.directory}/store/{file.name}", fault_of(f"{checkpoint.directory}/store", file))
+            _refuse(f"{checkpoint.directory}/store/{file.name}", file_fault(f"{checkpoint.directory}/store", file))
         write_text(f"{checkpoint.directory}/{MANIFEST}", checkpoint.to_json())
         sync(checkpoint.directory)
         if self._is_given_up:
@@ -264,7 +264,7 @@ def with_local_models(checkpoint: Checkpoint, directory: RunDirectory) -> Checkp
 def bring_model(url: str, directory: Path) -> None:
     """Download a model, unless it is there. Raises `CheckpointError`."""
     if not directory.is_dir():
-        with filling(directory) as part:
+        with staged_directory(directory) as part:
             download(url, part)
 
 
@@ -284,5 +284,5 @@ def _refuse(place: str, fault: str | None) -> None:
 def _check_sizes(checkpoint: Checkpoint) -> None:
     for file in checkpoint.files:
         path = f"{checkpoint.trainer}/{file.name}"
-        if fault := fault_of_size(path, file.num_bytes):
+        if fault := size_fault(path, file.num_bytes):
             raise DamagedCheckpoint(f"{path} {fault}. {way_out(checkpoint.directory)}")

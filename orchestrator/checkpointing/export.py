@@ -21,7 +21,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.workers.models.model_files import check_exported, remove_weights
-from penstock.workers.runtime.local_files import filling
+from penstock.workers.runtime.local_files import staged_directory
 from penstock.workers.runtime.url_files import absolute, is_url, list_names, upload_directory
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ async def export_model(fleet: Fleet, directory: str) -> None:
     """Export the trainer's model to the driver's machine, whole or not at all. Raises `DeadlineExceeded`, `WorkerDied`,
     `ResourceError`, `WeightError`, `CheckpointError`."""
     try:
-        with filling(Path(directory)) as part:
+        with staged_directory(Path(directory)) as part:
             places = await fleet.places(str(part))
             calls = [(name, handle.export.remote(places[name])) for name, handle in fleet.role("trainer")]
             written = await answers(calls, phase="export", timeout_s=fleet.config.trainer.collective_timeout_s)
@@ -66,7 +66,7 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
         trainer = open_trainer(checkpoint, dtype)
         try:
             TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)
-            with filling(written) as part:
+            with staged_directory(written) as part:
                 trainer.export(str(part))
         finally:
             trainer.close()

@@ -8,7 +8,6 @@ node where the same path has the same content (a shared file system) uses it; an
 of which passes it on. In the other direction, what actors of other nodes write to the driver's disk is collected there.
 """
 
-import contextlib
 import tempfile
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,20 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import WorkerDied
 from penstock.network.connection import Address, new_token
-from penstock.orchestrator.cluster.owners import Owner, ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.nodes import this_node
-from penstock.orchestrator.cluster.ray_calls import answers, get_all
+from penstock.orchestrator.cluster.ray_calls import answers, get_all, get_from_all
 from penstock.store.data.remote_rows import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
 from penstock.workers.node.file_service import FileSet
-from penstock.workers.node.node_actor import NodeAgent as Agent
+from penstock.workers.node.node_actor import NodeAgentActor as Agent
 from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.runtime.url_files import is_url
 
@@ -107,7 +104,7 @@ class NodeAgents:
         owner: Owner | None = None,
     ) -> None:
         """`spill_dir`: `store.spill_dir`. `owner`: the process that the agents end with; None: this one."""
-        self.owner = owner or ThisProcess()
+        self.owner = owner or Owner()
         self.root = f"{SHARED_MEMORY}/{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}"
         """The run's directory in the shared memory of each of its nodes."""
         self.namespace, self._config, self._spill_dir = namespace, config, spill_dir
@@ -129,7 +126,7 @@ class NodeAgents:
         for its facts. Blocks. Raises what the agent raised, and `DeadlineExceeded`; then it is ended."""
         name, handle = self._made(node, address)
         try:
-            (found,) = get_all([(name, handle.facts.remote())], phase="start", timeout_s=timeout_s)
+            (found,) = get_from_all([(name, handle)], "facts", phase="start", timeout_s=timeout_s)
             if self.is_closed:
                 raise WorkerDied(f"{name} has come too late: the run has ended.")
         except BaseException:
@@ -173,8 +170,7 @@ class NodeAgents:
         """Facts of each node, by node. Raises what an agent raised, and `DeadlineExceeded` naming those that did not
         start."""
         if new := {node: member for node, member in self.members.items() if node not in self._facts}:
-            calls = [(name, handle.facts.remote()) for name, handle in new.values()]
-            answers = get_all(calls, phase="start", timeout_s=timeout_s)
+            answers = get_from_all(list(new.values()), "facts", phase="start", timeout_s=timeout_s)
             self._facts = self._facts | dict(zip(new, answers, strict=True))
         return self._facts
 
@@ -223,14 +219,8 @@ class NodeAgents:
 
     def close(self, grace_s: float) -> None:
         """Have agents remove the run's directories. Never raises for a dead agent: its directory goes with it."""
-        refs, self.is_closed = [], True
-        for _, handle in self.members.values():
-            with contextlib.suppress(RayError):
-                refs.append(handle.close.remote())
-        with contextlib.suppress(RayError):
-            ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
-        for _, handle in self.members.values():
-            self.owner.end(handle)
+        self.is_closed = True
+        self.owner.close_all([handle for _, handle in self.members.values()], grace_s)
         self.members.clear()
 
 

@@ -1,6 +1,6 @@
 """The owner of a run's actors is the process that has created them: this one, or an actor that outlives it.
 
-ThisProcess   on a Ray that ends with this process; for a session
+Owner         this process, on a Ray that ends with it; for a session
 RunOwner      on a cluster: actors live on for `faults.lease_s` when the command dies, for the next one (takeover)
 OwnerActor    the actor behind a `RunOwner`, which has created all others of the run
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -199,81 +199,57 @@ LONGEST_S = 10.0
 MANY_CALLS = 1_000
 
 
-class Owner(Protocol):
-    """Makes actors and reservations that end with the owner."""
+class Owner:
+    """Creates actors and reservations that end with it. This base: the process itself, which no other can take over."""
 
-    epoch: int
+    epoch = 0
     """Number of this command among those that have driven the run with the owner; 0: all ends with this process."""
 
     def make(self, cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
         """Make an actor. Returns its handle. `options`: Ray's, the actor's name among them. Blocks for moments."""
-        ...
+        return actor_class(cls).options(**options).remote(*arguments)
 
     def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> PlacementGroup:
         """Reserve bundles. `labels`: those of the node that each bundle is to be on."""
-        ...
+        return reserved(bundles, labels, name)
 
     def end(self, handle: Any) -> None:
         """End an actor of the owner, unless another process has taken it: then it is that one's. Never raises, and
         waits for nothing."""
-        ...
+        with contextlib.suppress(RayError):
+            ray.kill(handle)
+
+    def close_all(self, handles: Sequence[Any], grace_s: float) -> None:
+        """Have actors close, then end them, also those that did not answer in time. Never raises for dead ones."""
+        refs = []
+        for handle in handles:
+            with contextlib.suppress(RayError):
+                refs.append(handle.close.remote())
+        with contextlib.suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
+        for handle in handles:
+            self.end(handle)
 
     async def note(self, steps: Any) -> None:
         """Note steps that all ranks have made, for the next process, before their rows are completed. Raises
         `TakenOver`, `DeadlineExceeded`, `WorkerDied`."""
-        ...
 
     async def renew(self) -> None:
         """Renew the lease at once, before what would harm another process that has taken the owner. Raises as `note`
         does."""
-        ...
 
     def confirm(self) -> None:
         """Raise `TakenOver` if another process has taken the owner: asked before what would harm that process. An
         owner that is dead is nobody's."""
-        ...
 
     def close(self) -> None:
         """End what the owner has made: it is not needed any more."""
-        ...
 
     def detach(self) -> None:
         """Give the owner up: another process has taken it."""
-        ...
 
 
-class ThisProcess:
-    """This process as the owner: actors end with it."""
-
-    epoch = 0
-
-    def make(self, cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
-        return actor_class(cls).options(**options).remote(*arguments)
-
-    def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> PlacementGroup:
-        return reserved(bundles, labels, name)
-
-    def end(self, handle: Any) -> None:
-        with contextlib.suppress(RayError):
-            ray.kill(handle)
-
-    async def note(self, steps: Any) -> None:
-        """Do nothing: no other process can take the actors."""
-
-    async def renew(self) -> None:
-        """Do nothing: no other process can take the actors."""
-
-    def confirm(self) -> None:
-        """Do nothing: no other process can take the actors."""
-
-    def close(self) -> None:
-        """Do nothing: actors are ended one by one."""
-
-    def detach(self) -> None:
-        """Do nothing: no other process can take the actors."""
-
-
-class RunOwner:
+class RunOwner(Owner):
     """This process's side of an `Owner`. Until `close` or `detach` a thread renews its lease, whatever else this
     process does.
 
@@ -326,14 +302,12 @@ class RunOwner:
 
     def make(self, cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
         refs = [ray.put(argument) for argument in arguments]
-        with self._heeding():
-            handle = _asked(self._handle.make.remote(self.epoch, cls, dict(options), refs))
+        handle = self._ask("make", cls, dict(options), refs)
         self._names[handle] = options["name"]
         return handle
 
     def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> PlacementGroup:
-        with self._heeding():
-            group: PlacementGroup = _asked(self._handle.reserve.remote(self.epoch, bundles, labels, name))
+        group: PlacementGroup = self._ask("reserve", bundles, labels, name)
         return group
 
     def end(self, handle: Any) -> None:
@@ -342,8 +316,8 @@ class RunOwner:
                 self._handle.end.remote(self.epoch, self._names[handle])
 
     def confirm(self) -> None:
-        with contextlib.suppress(DeadlineExceeded, WorkerDied), self._heeding():
-            _asked(self._handle.renew.remote(self.epoch))
+        with contextlib.suppress(DeadlineExceeded, WorkerDied):
+            self._ask("renew")
 
     def name_of(self, handle: Any) -> str:
         """The name of one of its actors in Ray."""
@@ -351,24 +325,23 @@ class RunOwner:
 
     def keep_only(self, names: Collection[str], groups: Collection[PlacementGroup]) -> dict[str, Any]:
         """Handles of the named actors, by name, as far as they were ever made. Other actors and reservations end."""
-        with self._heeding():
-            found: dict[str, Any] = _asked(self._handle.keep_only.remote(self.epoch, list(names), list(groups)))
+        found: dict[str, Any] = self._ask("keep_only", list(names), list(groups))
         self._names = {handle: name for name, handle in found.items()}
         return found
 
     async def keep(self, state: bytes) -> None:
         """Keep the state for the next command. Raises `TakenOver`, `DeadlineExceeded`, `WorkerDied`."""
-        await self._told(self._handle.keep.remote(self.epoch, state))
+        await self._tell("keep", state)
 
     async def note(self, steps: Any) -> None:
-        await self._told(self._handle.note.remote(self.epoch, pickle.dumps(steps)))
+        await self._tell("note", pickle.dumps(steps))
 
     async def renew(self) -> None:
-        await self._told(self._handle.renew.remote(self.epoch))
+        await self._tell("renew")
 
     async def leave(self) -> None:
         """Drop the state, so that no command can take the run over from now on. Raises as `keep` does."""
-        await self._told(self._handle.leave.remote(self.epoch))
+        await self._tell("leave")
 
     def close(self) -> None:
         """End the owner, with all that it has made. Never raises for one that is dead."""
@@ -381,8 +354,13 @@ class RunOwner:
         """Leave everything as it is: another process drives the run."""
         self._stopped.set()
 
-    async def _told(self, ref: Any) -> None:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         with self._heeding():
+            return _asked(getattr(self._handle, method).remote(self.epoch, *arguments))
+
+    async def _tell(self, method: str, *arguments: Any) -> None:
+        with self._heeding():
+            ref = getattr(self._handle, method).remote(self.epoch, *arguments)
             await answer(ref, name=OWNER, phase="keep", timeout_s=ANSWER_S)
 
     def _renew(self, pause_s: float) -> None:

@@ -284,8 +284,7 @@ def _way_to_wait(phase: str) -> str:
 
 async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:
     """Look which actors are there, in order: None, or the error of one that does not answer within `PRESENT_S`."""
-    calls = [(name, handle.stats.remote()) for name, handle in members]
-    found = await outcomes(calls, phase="look who is there", timeout_s=PRESENT_S)
+    found = await try_all(list(members), "stats", phase="look who is there", timeout_s=PRESENT_S)
     return [said if isinstance(said, Exception) else None for said in found]
 
 

@@ -26,7 +26,16 @@ from penstock.conf.weights import STREAMS, SYNC_PHASES, choose_transport, replac
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.member_table import LOOK_S
 from penstock.orchestrator.cluster.node_agents import RelayNodes
-from penstock.orchestrator.cluster.ray_calls import Handles, Kind, answers, failed, kind_of, outcomes, translate
+from penstock.orchestrator.cluster.ray_calls import (
+    Handles,
+    Kind,
+    answers,
+    call_all,
+    failed,
+    kind_of,
+    outcomes,
+    translate,
+)
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.engine_calls import ActorEngines, Delivery
@@ -278,7 +287,7 @@ class WeightSync:
             await self._relays.plan(self._trainers, self._engines)
             return
         name, first = self._trainers[0]
-        (address,) = await answers([(name, first.free_address.remote())], phase="connect", timeout_s=self._timeout_s)
+        (address,) = await self._all([(name, first)], "free_address", (), "connect")
         engines = ActorEngines(self._engines, self._config.rollout.tensor_parallel_size)
         arguments = self._transport, engines, address, self._config.weights
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
@@ -406,5 +415,4 @@ class WeightSync:
     async def _all(
         self, members: Handles, method: str, arguments: tuple[Any, ...], phase: str, phases: int = 1
     ) -> list[Any]:
-        calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in members]
-        return await answers(calls, phase=phase, timeout_s=phases * self._timeout_s)
+        return await call_all(members, method, *arguments, phase=phase, timeout_s=phases * self._timeout_s)

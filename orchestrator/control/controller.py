@@ -27,7 +27,7 @@ from penstock.conf.errors import PenstockError
 from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
@@ -98,7 +98,7 @@ class Controller:
         )
         self._loop = self._make_loop(context)
         self._saving = CheckpointWriter(context)
-        self._handover = handover if handover is not None else Handover(ThisProcess(), lambda owner: b"")
+        self._handover = handover if handover is not None else Handover(Owner(), lambda owner: b"")
         time_s = config.faults.preemption_s if config.checkpoint.every_steps else 0.0
         self._preemption = Preemption(time_s, self.progress.note)
 

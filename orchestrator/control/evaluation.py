@@ -17,7 +17,7 @@ from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers_or_end, deal, is_recoverable, undeal
-from penstock.workers.agents.attempts import Played
+from penstock.workers.agents.attempts import AttemptResult
 from penstock.workers.agents.trajectory import REJECTED
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.prompts.opening import open_source
@@ -212,7 +212,7 @@ class EnvironmentEvaluator(Evaluator):
 
     async def _played(
         self, fleet: Fleet, held_out: HeldOut, samplings: Sequence[Sequence[Sampling]]
-    ) -> list[Sequence[Played]]:
+    ) -> list[Sequence[AttemptResult]]:
         """The attempts of each task's group, which one actor plays."""
         players, engines = await fleet.present("environment"), await fleet.present("rollout")
 
@@ -225,7 +225,9 @@ class EnvironmentEvaluator(Evaluator):
         timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
         return undeal(await answers_or_end(deal(players, play), phase="evaluation", timeout_s=timeout_s))
 
-    async def _rewarded(self, fleet: Fleet, tasks: Sequence[str], attempts: Sequence[Played]) -> list[Score | None]:
+    async def _rewarded(
+        self, fleet: Fleet, tasks: Sequence[str], attempts: Sequence[AttemptResult]
+    ) -> list[Score | None]:
         """Weighted sums of what the environment and the reward stages give; None where one of them fails."""
         own = [attempt.reward for attempt in attempts]
         texts = [attempt.text for attempt in attempts]

@@ -41,7 +41,7 @@ from penstock.orchestrator.cluster.cluster import (
 from penstock.orchestrator.cluster.connection import note_connection
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.node_agents import NodeAgents
-from penstock.orchestrator.cluster.owners import Owner, RunOwner, ThisProcess
+from penstock.orchestrator.cluster.owners import Owner, RunOwner
 from penstock.orchestrator.cluster.placement.actors import (
     DRIVER,
     ActorPlan,
@@ -59,12 +59,13 @@ from penstock.orchestrator.cluster.placement.threads import (
     shared_nodes,
     write_trials,
 )
-from penstock.orchestrator.cluster.ray_calls import get_all, is_recoverable
+from penstock.orchestrator.cluster.ray_calls import get_all, get_from_all, is_recoverable
 from penstock.orchestrator.configuration.prerequisites import limits_of_code
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.control import process
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.control.evaluation import Evaluator
+from penstock.orchestrator.control.turns import thread_calls
 from penstock.orchestrator.observability.actor_logs import Logs
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import Sink
@@ -197,7 +198,7 @@ class RunLifecycle:
         if self._config.faults.lease_s and is_elsewhere() and takes_newcomers(self._config):
             timeout_s = self._config.rollout.start_timeout_s
             return RunOwner.start(self._namespace, self._config.faults.lease_s, timeout_s)
-        return ThisProcess()
+        return Owner()
 
     def _handover(self, fleet: Fleet) -> Handover:
         """The handover of a fleet to a command that may come after this one."""
@@ -250,7 +251,7 @@ def try_threads(fleet: Fleet, directory: RunDirectory) -> None:
         if node not in fleet.trials:
             fleet.trials[node] = _tried(fleet, node, members)
     if found:
-        _tell(fleet)
+        get_all(thread_calls(fleet), phase=PHASE, timeout_s=fleet.config.rollout.start_timeout_s)
         write_trials(directory, fleet.trials)
 
 
@@ -260,23 +261,13 @@ def _tried(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Tria
     config, timeout_s = fleet.config, fleet.config.rollout.start_timeout_s
     groups = (config.max_staleness + 1) * config.trainer.groups_per_step // len(fleet.role("rollout"))
     counts = counts_to_try(config.rollout.num_threads, node.cores)
-    call = (engine.name, fleet.actors[engine.name].try_threads.remote(counts, groups))
-    (engine_s,) = get_all([call], phase=PHASE, timeout_s=timeout_s)
-    counts = counts_to_try(config.trainer.num_threads, node.cores)
-    calls = [(name, handle.try_threads.remote(counts)) for name, handle in fleet.role("trainer")]
-    answers = dict(zip((name for name, _ in calls), get_all(calls, phase=PHASE, timeout_s=timeout_s), strict=True))
+    one = [(engine.name, fleet.actors[engine.name])]
+    (engine_s,) = get_from_all(one, "try_threads", counts, groups, phase=PHASE, timeout_s=timeout_s)
+    counts, all_ranks = counts_to_try(config.trainer.num_threads, node.cores), fleet.role("trainer")
+    found = get_from_all(all_ranks, "try_threads", counts, phase=PHASE, timeout_s=timeout_s)
+    answers = dict(zip((name for name, _ in all_ranks), found, strict=True))
     rank_s = {count: max(answers[rank.name][count] for rank in ranks) for count in counts}
     return Trial(best(node, engine_s, rank_s), engine_s, rank_s)
-
-
-def _tell(fleet: Fleet) -> None:
-    """Tell all engines and ranks what was found for them."""
-    calls = [
-        (name, handle.use_threads.remote(fleet.threads_of(name)))
-        for role in ("rollout", "trainer")
-        for name, handle in fleet.role(role)
-    ]
-    get_all(calls, phase=PHASE, timeout_s=fleet.config.rollout.start_timeout_s)
 
 
 def try_fences(fleet: Fleet, all_limits: Sequence[Limits]) -> list[str]:
@@ -286,8 +277,10 @@ def try_fences(fleet: Fleet, all_limits: Sequence[Limits]) -> list[str]:
     facts, members = fleet.agents.facts(timeout_s), fleet.agents.members
     homes = [fleet.node_of(name) for role in RUN_CODE for name, _ in fleet.role(role)]
     nodes = [node for node in dict.fromkeys(homes) if node in members]
-    calls = [(members[node][0], members[node][1].try_fences.remote(all_limits)) for node in nodes]
+    agents, phase = [members[node] for node in nodes], "trying the sandbox"
     hosts: dict[str, list[str]] = {}
-    for node, held in zip(nodes, get_all(calls, phase="trying the sandbox", timeout_s=timeout_s), strict=True):
+    for node, held in zip(
+        nodes, get_from_all(agents, "try_fences", all_limits, phase=phase, timeout_s=timeout_s), strict=True
+    ):
         hosts.setdefault(held, []).append(facts[node].host)
     return [f"sandbox on {', '.join(names)}: {held}" for held, names in hosts.items()]

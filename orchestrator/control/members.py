@@ -27,13 +27,7 @@ from penstock.conf.errors import CannotScale, PartnerGone, PenstockError, sugges
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import replaces_members, takes_newcomers
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import (
-    Handles,
-    first_line,
-    held_back,
-    outcomes,
-    translate,
-)
+from penstock.orchestrator.cluster.ray_calls import Handles, first_line, held_back, translate, try_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.recovery.restart import CatchUp, Recovery, nothing_to_catch_up
 from penstock.orchestrator.run_context import RunContext
@@ -395,8 +389,7 @@ async def _end_of(name: str, handle: Any) -> Exception:
 async def drain(members: Handles, drain_s: float) -> None:
     """Let members finish what they have before they leave. One that is dead, or does not say in time that it has
     finished, is left as it is. `members`: names and handles."""
-    calls = [(name, handle.drain.remote(drain_s)) for name, handle in members]
-    await outcomes(calls, phase="drain", timeout_s=drain_s + DRAIN_GRACE_S)
+    await try_all(members, "drain", drain_s, phase="drain", timeout_s=drain_s + DRAIN_GRACE_S)
 
 
 def catch_up_by_role(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
@@ -447,8 +440,7 @@ class EngineDirectory:
             self._engines, self._version = engines, self._version + 1
         version, environments = self._version, self._fleet.role("environment")
         behind = [(name, handle) for name, handle in environments if self._told.get(name) != (handle, version)]
-        calls = [(name, handle.engines.remote(engines)) for name, handle in behind]
-        heard = await outcomes(calls, phase="tell the engines", timeout_s=TELL_S) if calls else []
+        heard = await try_all(behind, "engines", engines, phase="tell the engines", timeout_s=TELL_S)
         for (name, handle), answer in zip(behind, heard, strict=True):
             if not isinstance(answer, Exception):
                 self._told[name] = (handle, version)

@@ -22,18 +22,12 @@ import contextlib
 import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.placement.threads import are_tried
-from penstock.orchestrator.cluster.ray_calls import (
-    answer,
-    answers,
-    failed,
-    outcomes,
-)
+from penstock.orchestrator.cluster.ray_calls import Handles, answer, answers, call_all, failed, try_all
 from penstock.store.client.store_client import StoreClient
 
 ENGINES, RANKS, SCORERS = "rollout", "trainer", "scorer"
@@ -66,8 +60,8 @@ class DeviceTurns:
         phase, timeout_s = f"step {step}, waiting for its batch", self._config.trainer.step_timeout_s
         await answer(self._store.batch_ready(), name="Store", phase=phase, timeout_s=timeout_s)
         await self._have_engines_sleep()
-        calls: list[tuple[str, Any]] = [(name, handle.take_device.remote()) for name, handle in self._fleet.role(RANKS)]
-        await answers(calls, phase="trainer: take device", timeout_s=self._config.weights.phase_timeout_s)
+        timeout_s = self._config.weights.phase_timeout_s
+        await call_all(self._fleet.role(RANKS), "take_device", phase="trainer: take device", timeout_s=timeout_s)
 
     async def generation(self) -> None:
         """Give the devices to the engines, unless they have them. A rank that fails to make room is ended, and missed
@@ -113,12 +107,9 @@ class DeviceTurns:
     async def _failing(self, role: str, method: str) -> list[str]:
         """Call a method of all members of a role. Returns the names of those that are gone, or do not answer in time.
         Raises an error that others would have, too."""
-        calls: list[tuple[str, Any]] = [
-            (name, getattr(handle, method).remote()) for name, handle in self._fleet.role(role)
-        ]
-        phase = f"{role}: {method.replace('_', ' ')}"
-        found = await outcomes(calls, phase=phase, timeout_s=self._config.weights.phase_timeout_s)
-        return failed({name: result for (name, _), result in zip(calls, found, strict=True)})
+        members, phase = self._fleet.role(role), f"{role}: {method.replace('_', ' ')}"
+        found = await try_all(members, method, phase=phase, timeout_s=self._config.weights.phase_timeout_s)
+        return failed({name: result for (name, _), result in zip(members, found, strict=True)})
 
 
 TRIED, RESTS = 4, 60
@@ -201,17 +192,15 @@ class CpuTurns:
             )
         if self._pace.takes_turns != before:
             self._fleet.takes_turns = self._pace.takes_turns
-            await self._tell()
+            timeout_s = self._fleet.config.rollout.start_timeout_s
+            with contextlib.suppress(PenstockError):  # a lost member gets its number when it is made again
+                await answers(thread_calls(self._fleet), phase="use threads", timeout_s=timeout_s)
 
-    async def _tell(self) -> None:
-        """Tell engines and ranks their threads. One that is lost meanwhile is told when it is made again."""
-        roles = ("rollout", "trainer")
-        members = [member for role in roles for member in self._fleet.role(role)]
-        calls = [(name, handle.use_threads.remote(self._fleet.threads_of(name))) for name, handle in members]
-        try:
-            await answers(calls, phase="use threads", timeout_s=self._fleet.config.rollout.start_timeout_s)
-        except PenstockError:  # whoever watches the members replaces it
-            return
+
+def thread_calls(fleet: Fleet) -> Handles:
+    """Calls that tell all engines and ranks their numbers of threads."""
+    members = [*fleet.role("rollout"), *fleet.role("trainer")]
+    return [(name, handle.use_threads.remote(fleet.threads_of(name))) for name, handle in members]
 
 
 def _can_choose(fleet: Fleet) -> bool:

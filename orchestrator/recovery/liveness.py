@@ -228,7 +228,7 @@ class Watch:
             self._fleet.roll_call.ask(handles, "progress", phase="heartbeat", timeout_s=timeout_s),
         )
         for (_, watched), said in zip(unknown, processes, strict=True):
-            watched.process = ProcessId.told(said) or watched.process
+            watched.process = ProcessId.from_answer(said) or watched.process
         now = time.monotonic()
         for (_, watched), progress in zip(members, answers, strict=True):
             if not isinstance(progress, Exception):

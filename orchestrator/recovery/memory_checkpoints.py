@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.conf.errors import MemoryCheckpointError, PenstockError, WorkerDied
 from penstock.orchestrator.cluster.node_agents import POLICY, StateNodes
-from penstock.orchestrator.cluster.ray_calls import Kind, answers, kind_of, look, outcomes
+from penstock.orchestrator.cluster.ray_calls import Kind, answers, kind_of, look, outcomes, try_all
 from penstock.workers.node.state_service import partners
 
 FREE_S = 10.0
@@ -147,8 +147,8 @@ class MemoryCheckpoints:
 
     async def _holders(self, nodes: StateNodes, step: int) -> dict[int, list[str]]:
         """Nodes that have each rank's copy of a step, by rank. A node that does not answer counts as having none."""
-        calls = [(name, handle.memory_checkpoints.remote(POLICY)) for name, handle in nodes.agents.values()]
-        found = await outcomes(calls, phase="look for in-memory checkpoints", timeout_s=self._timeout_s)
+        agents, phase = list(nodes.agents.values()), "look for in-memory checkpoints"
+        found = await try_all(agents, "memory_checkpoints", POLICY, phase=phase, timeout_s=self._timeout_s)
         holders: dict[int, list[str]] = defaultdict(list)
         for node, there in zip(nodes.agents, found, strict=True):
             for rank, steps in there.items() if not isinstance(there, Exception) else ():

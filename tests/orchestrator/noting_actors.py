@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.workers.protocols import Publication
 from tests.fakes.actors import Call, FakeHandle
@@ -25,7 +25,7 @@ class NotingActors:
         self.killed: list[str] = []
         self.removed: list[str] = []
         self._answers = answers or {}
-        self.weights_root, self.owner = weights_root, ThisProcess()
+        self.weights_root, self.owner = weights_root, Owner()
         self.relay_nodes = on_one_node(self.handle("agent"))
         self._numbers = numbers
         self.plan: list[ActorPlan] = []

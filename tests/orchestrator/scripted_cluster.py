@@ -24,7 +24,7 @@ from penstock.orchestrator.cluster.fleet import capacity as capacity_module
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.node_agents import NodeAgents
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement import reservation as reservation_module
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.nodes import Node
@@ -213,7 +213,7 @@ class Prompts(OnNode, scripted.Prompts):
     pass
 
 
-class ScriptedOwner(ThisProcess):
+class ScriptedOwner(Owner):
     """Makes scripted actors in the place of real ones, where Ray was told to put them."""
 
     def __init__(self, cluster: Cluster, config: RunConfig, flow: Dataflow, random: Random, pause: Pause) -> None:

@@ -19,7 +19,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_ar
 from penstock.orchestrator.cluster.placement.assignment import bytes_published
 from penstock.orchestrator.cluster.placement.reservation import Reservation
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
-from penstock.store.spec import given
+from penstock.store.spec import environment_rewards
 from penstock.workers.agents.attempts import AttemptColumns
 from penstock.workers.agents.attempts_actor import Environments, EnvironmentSpec
 from penstock.workers.compute import Compute
@@ -183,7 +183,7 @@ class ActorMaker:
         names = tuple(column.name for column in self._flow.stage(str(actor.stage)).writes)
         return EnvironmentSpec(
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
-            self._flow.samples_per_prompt, AttemptColumns(names, given(self._flow)[0]), imports,
+            self._flow.samples_per_prompt, AttemptColumns(names, environment_rewards(self._flow)[0]), imports,
             sum(other.role == "environment" for other in self._table.plan),
             self._config.model.chat_template_kwargs, self.sources.picture_digest, self._origin_of(actor),
         )  # fmt: skip

@@ -11,15 +11,11 @@ without leaving a process behind.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import ray
-from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import NotStarted
@@ -46,9 +42,11 @@ from penstock.orchestrator.cluster.ray_calls import (
     answer,
     answers,
     get_all,
+    get_from_all,
     in_thread,
     kind_of,
     outcomes,
+    try_all,
 )
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.store_actor import STORE, create_store_actor, end_store_actor
@@ -128,8 +126,8 @@ class StoreProcess:
         `DeadlineExceeded`, `TakenOver`."""
         await asyncio.to_thread(self._owner.confirm)
         await asyncio.to_thread(self._end, DEAD_S)
-        calls = [(name, handle.clear_rows.remote()) for name, handle in self._agents.members.values()]
-        await outcomes(calls, phase="clear rows", timeout_s=timeout_s)  # of a node that is gone, all are
+        agents = list(self._agents.members.values())
+        await try_all(agents, "clear_rows", phase="clear rows", timeout_s=timeout_s)  # of a node that is gone, all are
         await asyncio.to_thread(self.start, snapshot)
         await answer(self.handle.endpoint.remote(), name=STORE, phase="start", timeout_s=timeout_s)
 
@@ -387,8 +385,8 @@ class Fleet(MemberTable):
         self._look_for_gpus()
         for number, teams in enumerate(start_rounds(self.teams(), self.plan, self.config)):
             if number and self.with_store and self.config.placement == "colocated":
-                asleep = [(name, handle.sleep.remote()) for name, handle in self.role("rollout")]
-                get_all(asleep, phase="rollout: sleep", timeout_s=self.config.weights.phase_timeout_s)
+                phase_timeout_s = self.config.weights.phase_timeout_s
+                get_from_all(self.role("rollout"), "sleep", phase="rollout: sleep", timeout_s=phase_timeout_s)
             calls: list[tuple[str, Any]] = []
             for team in teams:
                 members, address = [(name, self.handle_of(name)) for name in team], None
@@ -406,7 +404,7 @@ class Fleet(MemberTable):
         """End the process of a member that has left, and give its reservation back."""
         if handle is not None:
             grace_s = self.config.cluster.shutdown_timeout_s
-            await outcomes([(actor.name, handle.close.remote())], phase="close", timeout_s=grace_s)
+            await try_all([(actor.name, handle)], "close", phase="close", timeout_s=grace_s)
             self.owner.end(handle)
         self.capacity.vacate(actor)
 
@@ -532,16 +530,9 @@ class Fleet(MemberTable):
     def close(self) -> None:
         """End every actor: ask first, kill what does not answer in time. The time is that of all together: who hangs
         takes it from the others, which need moments. Never raises for an actor that is dead already."""
-        grace_s, refs = self.config.cluster.shutdown_timeout_s, []
+        grace_s = self.config.cluster.shutdown_timeout_s
         deadline, least_s = time.monotonic() + grace_s, min(LEAST_GRACE_S, grace_s)
-        handles = self.all_handles()
-        for handle in handles:
-            with contextlib.suppress(RayError):
-                refs.append(handle.close.remote())
-        with contextlib.suppress(RayError):
-            ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
-        for handle in handles:
-            self.owner.end(handle)
+        self.owner.close_all(self.all_handles(), grace_s)
         if self.store_process is not None:
             self.store_process.end(max(least_s, deadline - time.monotonic()))
         self.agents.close(max(least_s, deadline - time.monotonic()))
@@ -578,8 +569,7 @@ class Fleet(MemberTable):
         if not has_gpus_of_ranks(self.config):
             return
         ranks = self.role("trainer")
-        calls = [(name, handle.gpus.remote()) for name, handle in ranks]
-        gpus = get_all(calls, phase="start", timeout_s=self.config.rollout.start_timeout_s)
+        gpus = get_from_all(ranks, "gpus", phase="start", timeout_s=self.config.rollout.start_timeout_s)
         of_rank = {name: found for (name, _), found in zip(ranks, gpus, strict=True)}
         for engine in self.plan:
             if engine.role == "rollout":

@@ -39,7 +39,7 @@ from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, in_orde
 from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.weights.publication.costs import (
     how_to_enlarge,
-    needed_on_node,
+    node_bytes,
     publication_bytes,
     stored_elements,
 )
@@ -549,7 +549,7 @@ def check_room(
     for nodes in of_memory.values():
         here = [actor.role for actor in plan if node_of.get(actor.name) in nodes]
         if {"rollout", "trainer"} & set(here):
-            needed = needed_on_node(num_bytes, here.count("trainer"), num_ranks, has_engines="rollout" in here)
+            needed = node_bytes(num_bytes, here.count("trainer"), num_ranks, has_engines="rollout" in here)
             if (fact := facts[nodes[0]]).shared_memory.total_bytes < needed:
                 where = f"Node {fact.host} ({fact.address.host})"
                 raise too_small(where, fact.shared_memory.total_bytes, needed)

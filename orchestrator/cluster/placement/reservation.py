@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.owners import Owner, ThisProcess, reserved
+from penstock.orchestrator.cluster.owners import Owner, reserved
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_sharing, run_of
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, chosen_nodes, open_nodes, place_one
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, cluster_nodes, free_nodes, titles
@@ -178,7 +178,7 @@ class Reservation:
     ) -> "Reservation":
         """Reserve. `name`: the namespace of the run. `owner`: the process that it ends with; None: this one. Raises
         `ResourceError` if the cluster can never hold it, and if what it wants is not free in time."""
-        owner = owner or ThisProcess()
+        owner = owner or Owner()
         bundles = bundles_of(actors, config)
         index = {actor.name: number for number, unit in enumerate(bundles) for actor in unit}
         nodes, deadline, told, tries = cluster_nodes(), time.monotonic() + timeout_s, "", 0

@@ -59,7 +59,7 @@ def test_an_agent_that_joins_is_not_listed_before_its_facts_are_known(
         return ["facts of b"]
 
     with monkeypatch.context() as patched:
-        patched.setattr(agents_of, "get_all", answered)
+        patched.setattr(agents_of, "get_from_all", answered)
         started = agents.started(B, "10.0.0.2", 1.0)
     assert seen == [{A: "facts of a"}]
     agents.enter(B, started)
@@ -82,7 +82,7 @@ def test_an_agent_that_comes_when_the_run_has_ended_is_ended(
         agents.is_closed = True
         return ["facts of b"]
 
-    monkeypatch.setattr(agents_of, "get_all", ends)
+    monkeypatch.setattr(agents_of, "get_from_all", ends)
     with pytest.raises(WorkerDied, match="the run has ended"):
         agents.started(B, "10.0.0.2", 1.0)
     assert owner.ended == ["Agent-10.0.0.2"]

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from penstock.conf.errors import DeadlineExceeded, TakenOver
 from penstock.orchestrator.cluster import owners
-from penstock.orchestrator.cluster.owners import RunOwner, ThisProcess
+from penstock.orchestrator.cluster.owners import Owner, RunOwner
 from penstock.orchestrator.recovery.takeover import find_orphan
 
 pytestmark = pytest.mark.real
@@ -164,7 +164,7 @@ def test_one_that_does_not_answer_ends_too_and_takes_no_place_of_the_next_fleet(
 
 
 def test_without_one_actors_are_this_processes(cluster: str) -> None:
-    owner, namespace = ThisProcess(), f"owners-{uuid.uuid4().hex[:8]}"
+    owner, namespace = Owner(), f"owners-{uuid.uuid4().hex[:8]}"
     handle = owner.make(Actor, options(namespace, "Own"), "word")
     assert ray.get(handle.words.remote()) == ("word",)
     group = owner.reserve([{"CPU": 0.01}], [{}], namespace)

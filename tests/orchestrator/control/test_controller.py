@@ -16,7 +16,7 @@ from penstock.conf.errors import CheckpointError, DataError, PartnerGone, Pensto
 from penstock.orchestrator import signals
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.cluster.node_agents import StateNodes
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
@@ -114,7 +114,7 @@ class Play:
         fleet: Any = SimpleNamespace(
             role=role_of,
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
-            places=files.places, collect=files.collect, discard=files.discard, config=self.config, owner=ThisProcess(),
+            places=files.places, collect=files.collect, discard=files.discard, config=self.config, owner=Owner(),
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
             handle_of=files.handle_of,
             roll_call=files.roll_call,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.recovery.takeover import TakeoverPoint, settle_ranks
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.protocols import Publication
@@ -27,7 +27,7 @@ SAID: list[tuple[str, int]] = []
 Then = Callable[[str, int], None]
 
 
-class Owner(ThisProcess):
+class NotingOwner(Owner):
     """Keeps what was noted last for the next controller."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Run:
         )  # fmt: skip
         flow = flow_of(self.config)
         self.fleet = ScriptedFleet(store_of(self.config, flow), self.config, flow, Random(seed))
-        self.owner = self.fleet.owner = Owner()
+        self.owner = self.fleet.owner = NotingOwner()
         self.directory = RunDirectory.create(self.config)
 
     def controller(self, taken: TakeoverPoint | None = None) -> "asyncio.Future[Any]":

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.conf.errors import WeightError, WorkerDied
 from penstock.conf.faults import FaultsConfig
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.control.step_loop import StepLoop
 from penstock.orchestrator.recovery.decisions import RunFaults
 from penstock.orchestrator.recovery.restart import Recovery, Restarts
@@ -43,7 +43,7 @@ class Bed:
             faults=FaultsConfig(), trainer=trainer, max_staleness=int(beside), keeps_beside=False
         )
         fleet = SimpleNamespace(
-            role=lambda role: [("Trainer-0", None)], kill=lambda names: None, resumed=None, owner=ThisProcess()
+            role=lambda role: [("Trainer-0", None)], kill=lambda names: None, resumed=None, owner=Owner()
         )
         self.timeline = Timeline()
         directory: Any = SimpleNamespace(timeline=self.timeline)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import TakenOver
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.recovery.restart import StepJournal
 
 
@@ -16,7 +16,7 @@ class Report:
         self.row_ids = np.array(rows)
 
 
-class Keeper(ThisProcess):
+class Keeper(Owner):
     """Keeps what was noted last."""
 
     noted: dict[int, Any]
@@ -30,7 +30,7 @@ def note(journal: StepJournal, step: int, *reports: Any) -> None:
 
 
 def test_another_store_is_told_of_each_step_that_no_snapshot_has() -> None:
-    journal = StepJournal(ThisProcess(), 4)
+    journal = StepJournal(Owner(), 4)
     note(journal, 5, Report(1, 2), Report(3))
     note(journal, 6, Report(4, 5, 6))
     assert (journal.last, journal.rows_after(4)) == (6, [[1, 2, 3], [4, 5, 6]])
@@ -63,7 +63,7 @@ def test_a_command_that_took_over_leaves_what_was_not_written_before_it() -> Non
 
 
 def test_a_step_that_another_command_has_taken_is_refused() -> None:
-    class Refusing(ThisProcess):
+    class Refusing(Owner):
         async def note(self, steps: Any) -> None:
             raise TakenOver("another goes on with the run")
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from penstock.conf.errors import StoreDied, StoreError, WorkerDied
 from penstock.metering.meters import Meters
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.recovery.decisions import RunFaults
 from penstock.orchestrator.recovery.restart import Restarts, StepJournal, StoreRestart, Supervisor, nothing_to_catch_up
@@ -189,7 +189,7 @@ def recovery_of(config: Any, fleet: ScriptedFleet) -> tuple[RunContext, StoreRes
     progress = ProgressDisplay(config, "run", console=Console(quiet=True))
     context = RunContext.of(config, fleet, RunDirectory.create(config), progress)  # type: ignore[arg-type]
     restarts = Restarts(context.directory, progress.note, RunFaults(config.faults))
-    stores = StoreRestart(context, restarts, StepJournal(ThisProcess(), 0))
+    stores = StoreRestart(context, restarts, StepJournal(Owner(), 0))
     return context, stores, Supervisor(context, restarts, stores)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.recovery.takeover import TakeoverPoint, settle_ranks
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.report import StepReport
@@ -32,7 +32,7 @@ JOIN = "engines join"
 """Two of them, on nodes that may be lost, too."""
 
 
-class Keeper(ThisProcess):
+class Keeper(Owner):
     """Keeps what was noted last for the next controller, as an owner does."""
 
     noted: dict[int, Sequence[StepReport]]

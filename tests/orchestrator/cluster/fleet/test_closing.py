@@ -5,6 +5,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import ray
 
 from penstock.orchestrator.cluster.fleet import fleet as fleet_module
 from tests.orchestrator.scripted_cluster import Cluster, ScriptedNodesFleet
@@ -19,7 +20,7 @@ def test_who_hangs_leaves_the_store_and_the_agents_moments(
     config, cluster, graces = scripted_config(tmp_path, *words), Cluster(2), list[float]()
     cluster.patch(monkeypatch)
     monkeypatch.setattr(fleet_module, "LEAST_GRACE_S", 0.1)
-    monkeypatch.setattr(fleet_module.ray, "wait", lambda refs, num_returns, timeout: time.sleep(timeout * hangs))
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: time.sleep(timeout * hangs))
     fleet = ScriptedNodesFleet(cluster, config, flow_of(config), Random(1))
     fleet.create()
     fleet.store_process.end = graces.append  # type: ignore[union-attr, method-assign]

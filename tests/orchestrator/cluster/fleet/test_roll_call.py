@@ -9,7 +9,7 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.cluster.fleet.fleet import RollCall
 from penstock.orchestrator.cluster.node_agents import NodeAgents
-from penstock.workers.node.node_actor import NodeActors
+from penstock.workers.node.node_actor import ActorDirectory
 from tests.fakes.actors import FakeHandle, never
 
 NODES = {"A": "left", "B": "left", "C": "right"}
@@ -19,7 +19,7 @@ class Agent:
     """Asks members as an agent does."""
 
     def __init__(self) -> None:
-        self._node_actors = NodeActors()
+        self._node_actors = ActorDirectory()
         self.calls: list[tuple[list[str], list[str] | None]] = []
         """Whom it was to ask, and whom it was told of."""
 

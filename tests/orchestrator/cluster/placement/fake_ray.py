@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.util.placement_group import validate_placement_group
 
-from penstock.orchestrator.cluster.owners import ThisProcess
+from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement import reservation
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node
 
@@ -51,7 +51,7 @@ class FakeRay:
         monkeypatch.setattr(reservation, "remove_placement_group", self.remove)
         monkeypatch.setattr(reservation, "placement_group_table", self.table)
         monkeypatch.setattr(reservation, "reserved", self.reserve)
-        monkeypatch.setattr(ThisProcess, "reserve", lambda _, *arguments: self.reserve(*arguments))
+        monkeypatch.setattr(Owner, "reserve", lambda _, *arguments: self.reserve(*arguments))
         monkeypatch.setattr(reservation, "cluster_nodes", lambda: list(self.nodes))
         monkeypatch.setattr(reservation, "free_nodes", self.free)
 
