@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard(*streams: TextIO) -> None:
-    """Have what a stream is told, and has been told, come nowhere."""
+    """Send what is written to a stream, and what it has buffered, to /dev/null."""
     for stream in streams:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

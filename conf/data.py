@@ -79,12 +79,12 @@ class CurriculumConfig:
     within its groups, beside the largest of any level. A level that is solved, or hopeless, is taken at `floor`."""
 
     by: str | None = None
-    """What levels are told apart by: a column, or a field of one such as `metadata.level`, of reasoning_gym's own
-    metadata such as num_terms, or of an environment's task; `data_source` for the parts of data.mixture; `row` for
-    every row by itself, for data of which a run draws several epochs. `null`: no curriculum, all rows are taken."""
+    """What distinguishes levels: a column, or a field of one such as `metadata.level`, of reasoning_gym's own metadata
+    such as num_terms, or of an environment's task; `data_source` for the parts of data.mixture; `row` for every row by
+    itself, for data of which a run draws several epochs. `null`: no curriculum, all rows are taken."""
     floor: float = 0.05
-    """Least probability that a row is taken; 1: all are. Levels that teach nothing now are looked at again by it, at a
-    twentieth of the cost of the others: twice a step where it has 40 groups."""
+    """Least probability that a row is taken; 1: all are. By it, levels that teach nothing now are measured again, at a
+    twentieth of the cost of the rest: twice a step where it has 40 groups."""
     memory: int = 32
     """Groups of a level that its spread is a mean of, the newest ones weigh most. About a step's."""
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
@@ -131,8 +131,8 @@ class DataConfig:
     rejected_teacher: str | None = None
     """Function that writes the rejected response, for DPO and reward models."""
     private_urls: bool = False
-    """Whether pictures that rows name by URL may be at private addresses: of this machine, its network, its cloud. Data
-    of others could have them asked otherwise."""
+    """Whether pictures may be fetched from private addresses: of this machine, its network, its cloud. Without this a
+    dataset of other people could make the run send requests to them."""
     system_prompt: str | None = None
     """System prompt, put before the user's text where the chat template is applied, and before messages that have none.
     An environment finds it in `task.messages`, with what was said before."""
@@ -152,10 +152,10 @@ class DataConfig:
     the row's number, before anything starts. skip: leave the row out, counted as dropped/no_answer."""
 
     on_change: str = "restart"
-    """What a run does that goes on from a checkpoint and whose data is another: other rows, or another seed, shuffle or
-    mixture. restart: it says so and draws from the first row on. error: it ends before anything starts. continue: it
-    goes on at the checkpoint's place in the data. Data that only grew is gone on with, whatever this says: its new rows
-    are drawn from the next epoch on."""
+    """Behaviour of a resumed run whose data has changed: other rows, or another seed, shuffle or mixture. restart: it
+    reports the change and draws from the first row on. error: it ends before anything starts. continue: it draws from
+    the checkpoint's place in the data. Data that only grew is always continued: its new rows are drawn from the next
+    epoch on."""
 
     @property
     def kind(self) -> str:

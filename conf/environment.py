@@ -22,10 +22,11 @@ class GatewayConfig:
     :: is every interface, for agents and sandboxes elsewhere; each attempt has a key of its own, but nothing is
     encrypted."""
     address: str | None = None
-    """Host that agents are told, where they see this node under another name, such as that of a proxy, which keeps the
-    port. `null`: host, or where that is every interface the address at which other nodes reach this one."""
+    """Host in the address that agents get, where they know this node by another name, such as that of a proxy, which
+    keeps the port. `null`: host, or where that is every interface the address at which other nodes reach this one."""
     port: int = 0
-    """Port of the first environment actor; the next has the next one. 0: any that is free, as agents are told it."""
+    """Port of the first environment actor; each further actor has the next one. 0: any free port; agents get it with
+    the address."""
     format: str = "template"
     """Format of conversations: template (the tokenizer's own chat template), or the name of a family that the package
     `renderers` knows, such as qwen3, which reads tool calls as well."""
@@ -111,13 +112,13 @@ class EnvironmentConfig:
     that are too old by then are read and not trained, and an attempt of which no turn is young enough is dropped
     (dropped/stale)."""
     tool_timeout_s: float = 30.0
-    """Deadline of one tool call, from where it runs, waits for a free fence of the sandbox not counted; then the model
-    is told so, and the attempt goes on."""
+    """Deadline of one tool call, from its start (waiting for a free fence of the sandbox is not counted); then the
+    model reads that it timed out, and the attempt continues."""
     tool_threads: int = 32
-    """Calls of tools that are plain functions run at a time, each in a thread, so that a slow one blocks no other. A
-    call whose time is over leaves its place to the next."""
+    """Calls of plain functions that run at a time, each in a thread, so that a slow one blocks no other. A call that
+    times out gives its place to the next."""
     max_tool_characters: int = 16_384
-    """Most characters of a tool's result. The rest is cut, and the model is told."""
+    """Most characters of a tool's result. The rest is cut, and a note says so to the model."""
     retries: int = 2
     """Times that an attempt is played again from its start, by the same seed, after `setup` raised or anything raised
     `InfrastructureError`, with pauses of 1, 2, 4, … s. 2: a container or service that fails once seldom fails thrice,

@@ -116,7 +116,7 @@ class DamagedCheckpoint(CheckpointError):
 
 class MemoryCheckpointError(PenstockError):
     """An in-memory checkpoint of a trainer that is missing, damaged, or of another trainer, or that cannot be brought
-    to another node. The last checkpoint is what is left to go on from."""
+    to another node. The run can then only resume from its last checkpoint."""
 
 
 class NotPlainData(PenstockError, ValueError):

@@ -17,10 +17,9 @@ KEPT_BESIDE = ("auto", "always", "never")
 @dataclass
 class FaultsConfig:
     """Limits of recovery. A member is an actor that works alone (an engine, a reward worker), or all ranks of a trainer
-    or scorer. One that is lost is restarted while the others go on. Where that does not help, the run returns to its
-    last checkpoint within the same command; where that does not help either, it ends. Errors in data, settings or code
-    are never tried again. `penstock serve` has the same limits for its ranks and engines, and ends where a run
-    returns."""
+    or scorer. A lost one is restarted while the rest continues. If that does not help, the run returns to its last
+    checkpoint within the same command; if that does not help either, it ends. Errors in data, settings or code are
+    never retried. `penstock serve` has the same limits for its ranks and engines, and ends where a run returns."""
 
     max_restarts: int = 3
     """Restarts of one member within window_s; the next loss returns to the last checkpoint. A death by chance needs
@@ -43,10 +42,10 @@ class FaultsConfig:
     """Seconds after which a member that answers no heartbeat counts as lost, and is killed. Raise it where one call of
     C code holds Python's lock for longer, or while you debug."""
     lease_s: float = 300.0
-    """Seconds for which the run's actors live on, on a cluster, when the command that drives the run dies; the same
-    command with resume=auto goes on with them, without losing a step. Until then they keep what they have reserved.
-    300: long enough for `--retries`, and for a person who is there. 0: they end with the command, and the run goes on
-    from its newest checkpoint."""
+    """Seconds for which the run's actors live on, on a cluster, after the command that drives the run has died; the
+    same command with resume=auto then continues with them, without losing a step. Until then they keep what they have
+    reserved. 300: long enough for `--retries`, and for a person at the keyboard. 0: they end with the command, and the
+    run resumes from its newest checkpoint."""
     preemption_s: float = 0.0
     """Seconds after SIGTERM for a run to end its step and take a checkpoint; then it ends as by Ctrl-C. Set it to a
     little less than your scheduler waits before it kills: 30 s in Kubernetes and Slurm unless you ask for more, 120 on
@@ -56,13 +55,13 @@ class FaultsConfig:
     """Seconds after which an engine that has samples in flight and makes no token counts as lost. Far more than the
     longest prefill; loading weights is not counted."""
     store_snapshot_s: float = 60.0
-    """Seconds between two snapshots of the store on its node's disk, apart from checkpoints, so that another goes on
-    from there if its process is lost: what was sampled since, and not trained, is sampled again. 0: never, and all that
+    """Seconds between two snapshots of the store on its node's disk, apart from checkpoints, from which another store
+    continues if its process is lost: what was sampled since, and not trained, is sampled again. 0: never, and all that
     was not trained is sampled again."""
     keep_state: bool = True
     """True: each rank keeps a copy of weights, optimizer and counters of the last two steps in its node's shared
-    memory, so that a trainer that is lost goes on with the step that it was at. false: it returns to the last
-    checkpoint. Costs twice the trainer's state in host memory, and the time to copy it once a step."""
+    memory, so that a lost trainer continues with the step that it was at. false: it returns to the last checkpoint.
+    Costs twice the trainer's state in host memory, and the time to copy it once a step."""
 
     keep_beside: str = "auto"
     """When that copy is made. always: beside the next step's forward and backward passes, which change no weight. A
@@ -108,13 +107,12 @@ class FaultsConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints: when a run is saved, how many stay, and where they are kept. Training goes on while one is
-    written."""
+    """Checkpoints: when a run is saved, how many are kept, and where. Training continues while one is written."""
 
     every_steps: int = 50
     """Steps between checkpoints; the last step has one, too. 0: never. A run that dies loses at most so many."""
     keep_last: int = 2
-    """Number of the newest checkpoints that stay: the one before is there if the newest turns out damaged."""
+    """Number of the newest checkpoints that are kept: the previous one is there if the newest turns out damaged."""
     keep_every_steps: int = 0
     """Divisor of the steps whose checkpoints stay for good. 0: none does."""
     directory: str | None = None

@@ -32,7 +32,7 @@ METRICS: dict[str, NewName] = {
 
 
 def present_key(key: str) -> str:
-    """The present name of a key that a user has written; an old one is told."""
+    """The present name of a key that a user has written. Warns about an old name."""
     found = KEYS.get(key)
     if found is None:
         return key

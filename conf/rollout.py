@@ -74,7 +74,7 @@ class SamplingConfig:
     """The sampling distribution. Log-probabilities are recorded under it, after temperature and truncation."""
 
     temperature: float = 1.0
-    """Temperature, at least 0.01 and at most 2, as vLLM takes no others. Evaluation is greedy whatever this says."""
+    """Temperature, from 0.01 to 2, which is the range of vLLM. Evaluation is greedy in any case."""
     top_p: float = 1.0
     """Share of the nucleus. Below 1 the trainer's log-probabilities (full distribution) differ from the engine's by
     construction."""
@@ -137,8 +137,8 @@ class RolloutConfig:
     the run asks the cluster's autoscaler for nodes for so many, and takes the request back once they no longer do.
     `null`: the run takes what is free, and asks for no nodes."""
     drain_s: float = 60.0
-    """Seconds within which an engine or reward actor that is asked to leave finishes what it has; it gives the rest
-    back for others to compute. Groups of a few seconds are all finished; what is given back is sampled again."""
+    """Seconds within which an engine or reward actor that is asked to leave finishes what it has; it returns the rest
+    for other actors to compute. Groups of a few seconds are all finished; what is returned is sampled again."""
     num_gpus_per_worker: float = 0
     """GPUs for each process of an engine, which has tensor_parallel_size of them, all on one node: an engine of
     tensor_parallel_size=4 reserves four times as much. 1, or a part of the GPU that it shares with a rank; 0: the CPU
@@ -150,8 +150,8 @@ class RolloutConfig:
     max_model_len: int = 1024
     """Longest sequence, prompt + response, in tokens. Sizes the KV cache."""
     max_pictures: int = 0
-    """Most pictures of a sequence, for models that see; a prompt with more is refused, and vLLM tries at its start
-    whether there is memory for so many. 0: the run is one of text, and no column for pictures is in the store."""
+    """Most pictures of a sequence, for vision models; a prompt with more is refused, and vLLM tests at its start
+    whether there is memory for so many. 0: the run is one of text, and the store has no column for pictures."""
     max_concurrent_samples: int = 256
     """Sequences that one engine decodes at a time."""
     kv_cache_gib: float = 1.0

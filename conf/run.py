@@ -76,7 +76,7 @@ class RunConfig:
     output_dir: str = "runs"
     """Place of the run directories: a directory of the driver's machine, or an fsspec URL such as s3://bucket/runs.
     With a URL checkpoints go there directly, and the run works in ~/.cache/penstock/runs (XDG_CACHE_HOME), from where
-    all else is uploaded while it goes on. resume=auto then works on another machine. A URL cannot be locked: two
+    everything else is uploaded during the run. resume=auto then works on another machine. A URL cannot be locked: two
     machines must not run one name at once."""
     seed: int = 0
     """Seed of everything that is random."""
@@ -84,7 +84,7 @@ class RunConfig:
     """Versions that a trained token's weights may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
     plan: str = "auto"
     """Split of GPUs between engines and ranks. auto: `penstock run`, `validate` and `sweep` choose placement and memory
-    of a run on GPUs for those that are there, as `penstock plan` does; keys of the command line and max_staleness stay.
+    of a run on GPUs for the present ones, as `penstock plan` does; keys of the command line and max_staleness stay.
     never: keys of the recipe and the model preset hold, as they do for runs and sessions in Python."""
     placement: str = "disaggregated"
     """Placement of engines and trainers. disaggregated: they have devices of their own. colocated: they share them in
@@ -93,8 +93,8 @@ class RunConfig:
     imports: list[str] = field(default_factory=list)
     """Python files (relative to the recipe) that register algorithms, rewards or losses."""
     resume: str = "never"
-    """Checkpoint to go on from. never: none; auto: the newest of the run called `name`, if there is one; or the
-    directory of a checkpoint, or of a run: a new run goes on from there."""
+    """Checkpoint to resume from. never: none; auto: the newest of the run called `name`, if there is one; or the
+    directory of a checkpoint, or of a run: a new run starts from it."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     other_models: dict[str, WarmStartConfig] = field(default_factory=dict)
     """Runs before the run that make further models of the dataflow, by the models' names: {teacher: {recipe: sft}}.

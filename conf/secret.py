@@ -109,7 +109,7 @@ def hide_word(word: str) -> str:
 
 def hide_secrets(section: Any, name: str = "") -> None:
     """Hide the secrets of a section and of those in it. Raises `ConfigError`, for a password in a URL, too, where a
-    setting names a place: it would be told with the place."""
+    setting names a place: messages would print it with the place."""
     for field in fields(section):
         value, key = getattr(section, field.name), f"{name}{field.name}"
         if field.name in FREE:

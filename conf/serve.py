@@ -31,7 +31,7 @@ class TenantConfig:
     """Saved weights on the server's disk, in GiB; a save beyond them fails, and its error says what to delete. The
     default has room for a few hundred states of adapters of an 8B model. 0: any number, as without tenants."""
     share: float = 1.0
-    """Share of ranks and engines while others wait, too, in relation to theirs."""
+    """Share of ranks and engines while other tenants wait as well, in relation to their shares."""
 
     def __post_init__(self) -> None:
         if self.key and not isinstance(self.key, Secret):
@@ -78,8 +78,8 @@ class ServeConfig:
     max_sampling: int = 256
     """Requests for samples that engines have at the same time; the others wait, in a fair order."""
     poll_s: float = 30.0
-    """Longest time that a question for a result is held before the client is told to ask again. The SDK gives up
-    after 45 s."""
+    """Longest time that a request for a result is held before the client has to ask again. The SDK gives up after 45
+    s."""
     session_timeout_s: float = 3600.0
     """Time without a heartbeat after which a client's unnamed sampler weights are deleted, and its adapters rest on
     disk."""
@@ -87,7 +87,7 @@ class ServeConfig:
     """Largest body of a request with data, in MiB, compressed or not: all others have at most 1 MiB. The SDK sends at
     most 5 MB of data at once, or one sequence."""
     drain_s: float = 6.0
-    """Time for requests under way when the server is asked to end; the others are carried out after its next start. By
+    """Time for requests under way when the server is asked to end; the rest is carried out after its next start. By
     default the process ends within 15 s, before schedulers kill it."""
     max_adapters: int = 64
     """Training clients that may be open at the same time where there are no tenants; each tenant has its own bound."""

@@ -59,8 +59,7 @@ class TrackingConfig:
     """Live display in a terminal; plain lines where the output is no terminal."""
     sinks: list[str] = field(default_factory=lambda: ["tensorboard", "ray"])
     """Names of these places. tensorboard: event files in the run directory. ray: gauges for Ray's Prometheus endpoint
-    and dashboard. wandb, mlflow, trackio: experiment trackers, of which none is told anything unless it is named
-    here."""
+    and dashboard. wandb, mlflow, trackio: experiment trackers, which receive nothing unless they are named here."""
     ray_metrics: list[str] = field(default_factory=lambda: list(RAY_METRICS))
     """Metrics of each step that become gauges for Ray's Prometheus endpoint, by name or pattern, such as `reward/*`.
     The default has what alerts and a first look need, as Prometheus keeps each for weeks; `*` is all of a step."""
@@ -74,7 +73,7 @@ class TrackingConfig:
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
     close_timeout_s: float = 30.0
-    """Seconds for trackers to take what they lack when the run has ended, all side by side. Then they are left:
+    """Seconds for trackers to send what is pending when the run has ended, all side by side. The rest is dropped:
     metrics.jsonl has everything."""
     samples_every_steps: int = 10
     """Write `samples/step_N.parquet` every so many steps. 0: never."""
@@ -89,7 +88,7 @@ class TrackingConfig:
     are paid for. The larger a file of lines is, the more rarely it is uploaded."""
     upload_timeout_s: float = 900.0
     """Deadline, in seconds, of uploading the rest at the end: 100 GB of a model over 1 Gbit/s take as long. What has
-    not been uploaded by then stays in the working copy, and its place is told."""
+    not been uploaded by then stays in the working copy, whose place is printed."""
     tags: dict[str, str] = field(default_factory=dict)
     """Free labels, kept in config.yaml and in the Ray job's metadata, and given to trackers."""
 

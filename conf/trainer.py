@@ -7,13 +7,13 @@ from penstock.conf.checks import AUTO, POSITIVE, at_least, auto_or_number, check
 from penstock.conf.errors import ConfigError
 
 DEFAULT_TOKENS = 8192
-"""Tokens of a micro-batch where a GPU's memory says nothing else."""
+"""Tokens of a micro-batch where a GPU's memory is unknown."""
 SCHEDULES = ("constant", "cosine")
 ALL_LINEAR = "all-linear"
 PUBLISHED = ("merged", "adapter")
 PACKINGS = ("auto", "always", "never")
 VISION = "vision"
-"""Name of the part of a model that sees."""
+"""Name of a model's vision tower in `trainer.freeze`."""
 REMEMBERED_BYTES = 2**30
 """Most bytes of pixels, or of what a frozen tower sees in them, that a rank keeps of the pictures that were read last:
 some fifty to a hundred large ones, or thousands of small ones. Those of the rows at hand are kept however many."""
@@ -75,18 +75,18 @@ class DeepSpeedConfig:
 
 @dataclass
 class ReplayConfig:
-    """Replay of rare successes: a step trains rows of earlier steps again, which were right where few others of their
-    group were, as long as no token of theirs is staler than max_staleness. The loss corrects for the policy having
-    moved on."""
+    """Replay of rare successes: each step also trains rows of earlier steps that were right where few other rows of
+    their group were, as long as none of their tokens is staler than max_staleness. The loss corrects for the change of
+    the policy since then."""
 
     share: float = 0.0
-    """Most rows that a step trains again, as a share of its own. 0: none, each row is trained once. 0.25 is much: where
-    successes are rare, a step has few of them itself."""
+    """Most rows that a step trains again, as a share of its own. 0: none, each row is trained once. Where successes are
+    rare a step itself has few of them, so 0.25 is much."""
     rare: float = 0.25
-    """Share of a group: its rows above its mean reward are rare if at most so many are. With 8 samples: one or two."""
+    """Largest share of a group whose rows above the mean reward count as rare. With 8 samples: one or two."""
     steps: int = 1
-    """Part of max_staleness, in versions, that is left for it: prompts are admitted so that a row is younger by so many
-    when its own step trains it. A row that is younger still is trained again until it has the bound."""
+    """Versions of max_staleness reserved for replay. New prompts are admitted only up to `max_staleness - steps`; a row
+    can then be trained again until its age reaches max_staleness."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "trainer.replay", steps=1, share=(0, 1), rare=(0, 1))
@@ -94,22 +94,21 @@ class ReplayConfig:
 
 @dataclass
 class LoraConfig:
-    """LoRA (2106.09685): small matrices A and B beside frozen weights are trained, and W + alpha / rank * B A is what
-    engines sample from. Wants about ten times the learning rate of full training."""
+    """LoRA (2106.09685): small matrices A and B are trained beside frozen weights, and engines sample from W + alpha /
+    rank * B A. Needs about ten times the learning rate of full training."""
 
     rank: int = 0
     """Columns of B and rows of A. 0: off, all weights are trained. 16 to 64 are usual for RL."""
     alpha: int = 32
     """Factor that B A is multiplied by, times rank."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Ends of the names of what gets one, e.g. [q_proj, v_proj]: linear layers, of which [all-linear] takes all but the
-    head, and experts of a mixture, each an A and a B of its own. Experts are stacked tensors and no linear layers, so
-    that they are named besides, as transformers calls them: [all-linear, gate_up_proj, down_proj]."""
+    """Ends of the names of the modules that get an adapter, e.g. [q_proj, v_proj]: linear layers, of which [all-linear]
+    takes all but the head, and experts of a mixture, each with its own A and B. Experts are stacked tensors, not linear
+    layers, so name them too, as transformers calls them: [all-linear, gate_up_proj, down_proj]."""
     publish: str = "merged"
-    """Weights that engines are sent after each step. merged: the whole model with B A added to W, so that they run at
+    """Weights that engines receive after each step. merged: the whole model with B A added to W, so that engines run at
     full speed. adapter: A and B alone (0.5% of a 7B model's bytes at rank 16); engines keep W and compute W x + B A x
-    at each token, which costs them some of their speed (vLLM's CPU build: most of it). Exports are merged either
-    way."""
+    at each token, which costs speed (on vLLM's CPU build most of it). Exports are merged either way."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "trainer.lora", rank=0, alpha=1)
@@ -124,7 +123,7 @@ class LoraConfig:
 
     @property
     def publishes_adapter(self) -> bool:
-        """True if engines are sent A and B, and not the model."""
+        """True if engines receive A and B, and not the model."""
         return self.publish == "adapter"
 
 
@@ -165,20 +164,19 @@ class TrainerConfig:
     sdpa, where it pays as lengths differ widely. never: rows of similar length are padded to the longest of them.
     Changes results by rounding."""
     share_prefixes: str = "auto"
-    """Rows of a group as a tree, in which what several of them begin with is computed once: the prompt, and the turns
-    of attempts. auto: where that saves at least 256 tokens of a group and a fifth of them, for models with full
-    attention by sdpa that do not see, without trainer.compile and rollout.router_replay. always: every row, or a
-    refusal that says why not. never: each row alone. Whole groups go to one rank then. Changes results by rounding."""
+    """Train the rows of a group as a tree, in which their common beginnings are computed once: the prompt, and the
+    turns of attempts. auto: where that saves at least 256 tokens of a group and a fifth of them, for text models with
+    full attention by sdpa, without trainer.compile and rollout.router_replay. always: every row, or an error that says
+    why not. never: each row alone. Whole groups then go to one rank. Changes results by rounding."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
     freeze: list[str] = field(default_factory=lambda: [VISION])
-    """Parts of the model that are not trained: vision, the tower that sees, of a model that has one. It sees well
-    before any post-training, and what it has seen need not be computed again for each version. Empty: all of it is
-    trained."""
+    """Parts of the model that are not trained. vision: the vision tower, if the model has one. It is good before any
+    post-training, and its features need not be recomputed for each version. Empty: the whole model is trained."""
     offload: bool = False
-    """True: keep master weights, gradients and optimizer states in host memory and step there. Slower, for models that
-    do not fit. What is computed with comes to the GPU layer by layer with engine fsdp, and is a copy that stays there
-    with deepspeed. On CPUs it saves nothing."""
+    """True: keep master weights, gradients and optimizer states in host memory and step there: slower, for models that
+    do not fit. Compute copies go to the GPU layer by layer with engine fsdp; with deepspeed one stays there. On CPUs it
+    saves nothing."""
     activation_checkpointing: bool | str = AUTO
     """True: recompute each layer in backward: less memory, about a third more time. auto: on a GPU, unless
     micro-batches of 8,192 tokens fit without, and with activation_offload; on CPUs false."""
@@ -314,7 +312,7 @@ class TrainerConfig:
 
     @property
     def freezes_tower(self) -> bool:
-        """True if the tower of a model that sees is not trained. Adapters are never put around it."""
+        """True if a vision tower is not trained. Adapters are never put around it."""
         return VISION in self.freeze or self.lora.rank > 0
 
     @property

@@ -64,14 +64,14 @@ def choose_transport(config: TransportSettings) -> str:
 
 
 def replaces_members(config: TransportSettings) -> bool:
-    """Return whether engines and ranks can be replaced while the run goes on: they have not met at the start, as where
-    weights are streamed."""
+    """Return whether engines and ranks can be replaced during the run: they form no group at the start, as they do
+    where weights are streamed."""
     return choose_transport(config) not in STREAMS
 
 
 def takes_newcomers(config: TransportSettings) -> bool:
-    """Return whether there may be more of them and fewer, and another command may go on with them: none has the device
-    of another."""
+    """Return whether their number may change, and another command may take them over: none shares the device of
+    another."""
     return config.placement != "colocated" and replaces_members(config)
 
 

@@ -1,7 +1,7 @@
 """A run from its configuration to its report: what `penstock run` and `penstock.run` do.
 
-Everything that can be wrong without a cluster is checked before one is touched; whatever happens afterwards, the run
-directory is left valid and no process is left behind.
+Everything that can be checked without a cluster is checked first. However the run ends, its directory is valid and no
+process survives it.
 """
 
 import asyncio
@@ -183,7 +183,7 @@ def _train(
     identity: Identity,
     resume_from: Checkpoint | OrphanedRun | None,
 ) -> TrainingResult:
-    """Train, with the run's display and its sinks, which are told how it ends, and closed."""
+    """Train with the run's display and its sinks, which learn how the run ends, and are closed."""
     progress = ProgressDisplay(run.config, directory.path.name, console=console, failed_writes=directory.failed_writes)
     directory.failed_writes.set_printer(progress.note)
     lifecycle = RunLifecycle(run, directory, progress, identity, resume_from)

@@ -283,7 +283,7 @@ def _infer_source(config: RunConfig, typed: set[str]) -> None:
 
 def make_paths_absolute(config: RunConfig, directory: Path) -> None:
     """Give files and directories that exist their absolute path, since actors run elsewhere. Names of the hub stay as
-    they are. `directory`: where they are looked for after the working directory."""
+    they are. `directory`: searched after the working directory."""
 
     def absolute(value: str | None) -> str | None:
         if not value:

@@ -43,7 +43,7 @@ takes it from variables such as FSSPEC_SFTP_PASSWORD.
 
 
 BUILT_IN = "penstock.algorithms.builtin."
-"""Beginning of the modules of algorithms that come with Penstock. A user's own are told in the user's files."""
+"""Beginning of the modules of algorithms that come with Penstock. A user's own are documented by the user."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def sections() -> list[Section]:
 
 
 def _sections(kind: type, prefix: str, told: dict[type, str]) -> Iterator[Section]:
-    """`told`: the title of each dataclass that has a section; a second place is told to have the same keys."""
+    """`told`: the title of each dataclass that has a section; a second place refers to the first."""
     title = prefix.removesuffix(".")
     if (first := told.setdefault(kind, title)) != title:
         yield Section(title, f"As [`{first}`](#{first.replace('.', '').lower()}).", ())

@@ -46,8 +46,8 @@ GPU_GIB = {
 
 
 def shapes_of(config: RunConfig, flow: Dataflow, *, may_fetch: bool = False) -> dict[str, ModelShape]:
-    """Sizes of the models that can be told, by name; the policy's under `policy`. `may_fetch`: a config.json may be
-    fetched from the hub."""
+    """Sizes of the models whose sizes are known, by name; the policy's under `policy`. `may_fetch`: a config.json may
+    be fetched from the hub."""
     model = starting_model_config(config)
     found = {"policy": fresh_shape(model.fresh) if model.path is None else _read(model.path, may_fetch)}
     if model.reference_path is not None:
@@ -58,8 +58,9 @@ def shapes_of(config: RunConfig, flow: Dataflow, *, may_fetch: bool = False) -> 
 
 
 def gpu_bytes(config: RunConfig, nodes: Sequence[Node] = (), plan: Sequence[ActorPlan] = ()) -> float | None:
-    """Memory of the smallest GPU that the run may get; None: there is none, or nobody says. `nodes`: of the cluster;
-    empty: the run's GPUs are this machine's. `plan`: actors, whose labels say which nodes they may get; empty: all."""
+    """Memory of the smallest GPU that the run may get; None: there is none, or its memory is unknown. `nodes`: of the
+    cluster; empty: the run's GPUs are this machine's. `plan`: actors, whose labels say which nodes they may get; empty:
+    all."""
     if not (config.trainer.num_gpus_per_rank or config.rollout.num_gpus_per_worker):
         return None
     if config.cluster.gpu_memory_gib is not None:

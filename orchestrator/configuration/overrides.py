@@ -166,7 +166,7 @@ def apply(tree: DictConfig, override: Override, schema: Schema) -> None:
     for part in override.key.split("."):
         value = value[part]
     try:
-        # A mapping is merged into what is there; an empty one empties it: reward.options={}
+        # A mapping is merged into the present one; an empty one empties it: reward.options={}
         key, whole = _target(tree, override.key, value)
         OmegaConf.update(tree, key, whole, merge=whole != {}, force_add=True)
     except OmegaConfBaseException as error:

@@ -2,7 +2,7 @@
 models write, and the experiment trackers.
 
 No weights are loaded: the check reads the directory's JSON files, and names and shapes of the weights. The sandbox has
-to hold where the code runs. On a cluster that was there before the run the nodes' agents try it when the run starts
+to hold where the code runs. On a running cluster the nodes' agents try it when the run starts
 (`control/lifecycle.py`). Of trackers, their packages have to be there, and what they need of the user; nothing is
 sent.
 """
@@ -22,7 +22,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.secret import hide_in
 from penstock.conf.tracking import WANDB_MODES, TrackingConfig
-from penstock.network.host import ask_directly
+from penstock.network.host import bypass_proxy
 from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.compose import load_config
@@ -36,7 +36,7 @@ from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.reward.code import limits_of
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
-from penstock.workers.weights.publication.adapter import targets_of
+from penstock.workers.weights.publication.adapter import find_targets
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")
@@ -61,7 +61,7 @@ def check_model(config: RunConfig, *, samples: bool = True) -> str:
     else:
         told, lm = _describe(model.path, "model.path", config.rollout.max_model_len)
     if config.trainer.lora.rank:
-        targets_of(lm, config.trainer.lora)
+        find_targets(lm, config.trainer.lora)
     if samples:
         _check_heads(config.rollout, lm, "rollout.engine")
     return told
@@ -80,7 +80,7 @@ def check_other_model(path: str, key: str, *, scores: bool = False, judge: Rollo
 
 
 def _empty_model(path: str, key: str, *, scores: bool = False) -> Any:
-    """The model without weights. Those of a directory are looked at; the hub's are, once they are fetched."""
+    """The model without weights. Weights in a directory are checked; those of the hub once they are fetched."""
     from penstock.workers.weights.checkpoint_form import check_model, empty_model  # late: transformers takes seconds
 
     try:
@@ -235,7 +235,7 @@ def _check_length(what: str, longest: int, max_model_len: int) -> None:
 
 
 def runs_code(config: RunConfig) -> bool:
-    """Return whether the run runs code that a model wrote, as far as the configuration tells."""
+    """Return whether the run executes code that a model wrote, as far as the configuration shows."""
     return bool(_options_of_rewards(config)) or _environment_runs_code(config)
 
 
@@ -318,7 +318,7 @@ def packages_of(config: RunConfig, plan: Sequence[ActorPlan]) -> dict[str, str]:
 def check_trackers(tracking: TrackingConfig) -> str:
     """Describe the trackers in a few words; those on this machine are asked without a proxy from now on. Raises
     `ConfigError`."""
-    ask_directly()
+    bypass_proxy()
     return ", ".join(CHECKS[name](tracking) for name in tracking.sinks if name in CHECKS)
 
 
@@ -338,7 +338,7 @@ def _try_directory(given: str | None, key: str, variable: str) -> None:
 
 
 def _wandb(tracking: TrackingConfig) -> str:
-    """Check that W&B has a key, or it would ask for one while the run goes on."""
+    """Check that W&B has a key; without one it would ask for it during the run."""
     need("wandb", "wandb", "wandb")
     _try_directory(tracking.wandb.directory, "tracking.wandb.directory", "WANDB_DIR")
     import wandb  # late: half a second

@@ -325,7 +325,7 @@ class HostPart:
     key: str = ""
     """Key that makes it less."""
     is_optional: bool = False
-    """True if the run goes on without, or if it is an estimate or a bound: nothing is refused because of it."""
+    """True if the run can do without, or if it is an estimate or a bound: nothing is refused because of it."""
 
 
 def host_parts(

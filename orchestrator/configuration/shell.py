@@ -1,6 +1,6 @@
 """Commands of a shell script, with what it sets itself in their words: VAR=x, VAR=${VAR:-x}, arrays, $((1 + 2)). Pure.
 
-What only running it could tell, such as $(date) or a variable that nobody sets, stays in a word as it is written.
+What only execution would show, such as $(date) or an unset variable, stays in a word as it is written.
 """
 
 import ast

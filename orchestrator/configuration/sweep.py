@@ -50,7 +50,7 @@ SEED = "seed"
 @dataclass(frozen=True)
 class Point:
     name: str
-    """Name of the point's run, made of what differs from the others: lr-1e-4_seed-1."""
+    """Name of the point's run, made of the values that differ between points: lr-1e-4_seed-1."""
     values: dict[str, str]
     """Values of the keys that are swept, by key."""
     words: tuple[str, ...]
@@ -115,7 +115,7 @@ def _values(parser: OverridesParser, word: str) -> list[str] | None:
 
 
 def _short(keys: Iterable[str]) -> dict[str, str]:
-    """The last part of each key, or as many parts as tell it from the others."""
+    """The last part of each key, or as many parts as make it unique."""
     every = list(keys)
     found = {}
     for key in every:

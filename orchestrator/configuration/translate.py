@@ -60,7 +60,7 @@ def translated(values: Values) -> tuple[Framework, Translation]:
 
 
 def translate(framework: Framework, written: Values) -> Translation:
-    """Translate a flat configuration. A key that no rule knows is told, never passed over."""
+    """Translate a flat configuration. A key without a rule is reported, never dropped."""
     found = Translation(lost=[(key, why) for key, why in framework.asked.items() if key not in written])
     unresolved = {key for key, value in written.items() if is_unresolved(str(value))}
     found.lost += [

@@ -55,9 +55,9 @@ from penstock.store.data.roots import SHARED_MEMORY
 from penstock.workers.agents.adapters.tools import Tools
 from penstock.workers.agents.environment import make_environment
 from penstock.workers.agents.gateway.chat_formats import make_format
-from penstock.workers.agents.gateway.conversation import Format
+from penstock.workers.agents.gateway.conversation import ConversationFormat
 from penstock.workers.models.tokenizer import load_tokenizer
-from penstock.workers.prompts.dataset_row import Needs, PromptDataset, is_cut
+from penstock.workers.prompts.dataset_row import PromptDataset, RowNeeds, is_cut
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read
 from penstock.workers.prompts.order import MOST_SHOWN, level_of
 from penstock.workers.reward.registry import RewardSpec
@@ -72,8 +72,8 @@ from penstock.workers.weights.publication.costs import (
     PublicationTimes,
     SharedMemory,
     how_to_enlarge,
-    kept_bytes,
     publication_bytes,
+    state_copy_bytes,
     stored_elements,
 )
 from penstock.workers.weights.publication.publication_files import MOST_THREADS
@@ -89,11 +89,11 @@ class Check:
     name: str
     look: Callable[[], str]
     is_told: bool = False
-    """True if a run says what was found when it starts; else only `penstock validate` tells it."""
+    """True if a run prints the result when it starts; otherwise only `penstock validate` does."""
 
 
 def checks(run: ResolvedRun) -> Iterator[Check]:
-    """All checks. Those whose faults matter most come first, and cheap ones before others."""
+    """All checks: those whose faults matter most first, cheap ones before expensive ones."""
     config, flow, plan = run.config, run.flow, run.plan
     yield Check(RESOURCES, lambda: _resources(config, plan))
     yield Check(MEMORY, lambda: MemoryView.of(run).summary())
@@ -340,7 +340,7 @@ def _turns(config: RunConfig, flow: Dataflow) -> str:
     """Say that the chat template writes an answered conversation otherwise than its prompt; empty where it does not."""
     try:
         dataset = open_rows(config)
-    except PenstockError:  # told by the look at the data
+    except PenstockError:  # the check of the data reports it
         return ""
     encoder = encoder_of(
         config, tokenizer_of(config), processor_of(config) if config.rollout.max_pictures else None, flow.rows_are
@@ -353,12 +353,12 @@ def _turns(config: RunConfig, flow: Dataflow) -> str:
     )
 
 
-def _needs(config: RunConfig, flow: Dataflow, rows_are: str, *, held_out: bool = False) -> Needs:
-    """What the run needs of each row. A reward that is not found is told by the look at rewards."""
+def _needs(config: RunConfig, flow: Dataflow, rows_are: str, *, held_out: bool = False) -> RowNeeds:
+    """What the run needs of each row. The check of rewards reports one that is not found."""
     needs_answer = False
     with suppress(ConfigError):
         needs_answer = answers_are_needed(flow, config, held_out=held_out)
-    return Needs.of(config.data, rows_are, needs_answer)
+    return RowNeeds.of(config.data, rows_are, needs_answer)
 
 
 def _unanswered(dataset: PromptDataset, config: RunConfig) -> str:
@@ -399,7 +399,7 @@ def _left_out(config: RunConfig, flow: Dataflow) -> str:
     out."""
     try:
         dataset, problems = open_rows(config), open_held_out(config)
-    except PenstockError:  # told by the look at the data, or at what is held out
+    except PenstockError:  # the checks of the data and of held-out data report it
         return ""
     if dataset is None:
         return ""
@@ -423,7 +423,7 @@ def _environment(config: RunConfig) -> str:
     return f"{limits.name}: up to {limits.max_turns} turns and {limits.timeout_s:g} s an attempt"
 
 
-def _format_of(config: RunConfig) -> Format:
+def _format_of(config: RunConfig) -> ConversationFormat:
     told, sees = config.model.chat_template_kwargs, config.rollout.max_pictures > 0
     return make_format(tokenizer_of(config), config.environment.gateway, told, sees=sees)
 
@@ -506,7 +506,7 @@ def missing_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> 
         raise too_small("This machine", memory.total_bytes, publications)
     if not (config.faults.keep_state and replaces_members(config)) or config.trainer.lora.rank:
         return []
-    kept = kept_bytes(num_elements)
+    kept = state_copy_bytes(num_elements)
     left = max(0, memory.free_bytes - publications)
     if kept <= left:
         return []

@@ -1,5 +1,5 @@
-"""Writes of a run that fail: a disk that is full or away is no reason to end training that can go on. They are counted
-and told, and records wait until they can be written.
+"""Failed writes of a run: a full or unreachable disk does not end training. They are counted and reported, and records
+wait until they can be written.
 
     with failed_writes.tolerating("samples"):      # an OSError in here costs these samples
         parquet.write_table(…)
@@ -27,8 +27,8 @@ class FailedWrites:
     """Writes that failed, by kind. Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, the names of
     trackers, and the class of a user's own sink.
 
-    A kind fails from its first error until it can be written again. Both are told once, and the error becomes an event;
-    those in between are only counted.
+    A kind fails from its first error until it can be written again. Both are reported once, and the error becomes an
+    event; those in between are only counted.
     """
 
     def __init__(self, note: Callable[[str, Exception], None]) -> None:
@@ -40,12 +40,12 @@ class FailedWrites:
         self._note = note
         self._failing: set[str] = set()
         self._lock = threading.Lock()
-        """Lock for uploads, which fail in a thread of their own. Nothing is told while it is held."""
+        """Lock for uploads, which fail in a thread of their own. Nothing is printed while it is held."""
         self._tell: Callable[[str], None] | None = None
         self._untold: list[str] = []
 
     def set_printer(self, tell: Callable[[str], None]) -> None:
-        """Set the function that tells the user; earlier messages are told now."""
+        """Set the function that prints messages for the user; earlier messages are printed now."""
         self._tell = tell
         untold, self._untold = self._untold, []
         for text in untold:
@@ -53,8 +53,9 @@ class FailedWrites:
 
     @contextlib.contextmanager
     def tolerating(self, kind: str, advice: str = TRIED_AGAIN, *, is_cumulative: bool = False) -> Iterator[None]:
-        """Tolerate an `OSError` in the block, which writes one thing of this kind. `advice`: what is told if it cannot
-        be written. `is_cumulative`: the next one has all that it would have had, so that nothing is lost with it."""
+        """Tolerate an `OSError` in the block, which writes one thing of this kind. `advice`: what is printed if it
+        cannot be written. `is_cumulative`: the next one has all that it would have had, so that nothing is lost with
+        it."""
         try:
             yield
         except OSError as error:
@@ -179,7 +180,7 @@ class AppendedFile:
         if size > end and record.startswith(os.pread(self._descriptor, size - end, end)):
             os.ftruncate(self._descriptor, end)
             size = end
-        self._end = size  # what is there and is not of this record, another process has written
+        self._end = size  # other bytes were written by another process
 
     def _cut_off(self) -> None:
         """Cut off a record that is written in part, for processes that read the file; `_open` does so in any case."""

@@ -1,5 +1,5 @@
-"""Brings a run from its URL into its working copy, to go on with it on this machine. `penstock report` and the like
-look at a run by `open_at`.
+"""Fetches a run from its URL into its working copy, to continue it on this machine. `penstock report` and other
+commands read a run by `open_at`.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from penstock.orchestrator.run_directory.mirror import (
 from penstock.orchestrator.run_directory.run_directory import RUN_ID, RunDirectory
 from penstock.orchestrator.run_directory.run_lock import FILE, RunLock
 from penstock.orchestrator.run_directory.run_place import RunPlace
-from penstock.workers.runtime.url_files import download, exists, find, read_if_there
+from penstock.workers.runtime.url_files import download, exists, find, read_optional
 
 RECORDS = ("config.yaml", RUN_ID, METRICS, "cluster.json", EVENTS)
-"""Files by which a run is looked at."""
+"""Files that readers of a run need."""
 
 
 def fetch_run(place: RunPlace) -> None:
@@ -45,9 +45,9 @@ def fetch_run(place: RunPlace) -> None:
 
 @contextlib.contextmanager
 def open_at(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambda names: ()) -> Iterator[RunDirectory]:
-    """The run in a directory or at a URL, to be looked at. A run at a URL is looked at in its working copy if that is
-    as new, else in a copy that is gone after the block. `more`: selects, from all files' names, those that are wanted
-    beside the records. Raises `ConfigError` if there is no run, `CheckpointError` if that cannot be told."""
+    """Open the run in a directory or at a URL for reading. A run at a URL is read in its working copy if that is as
+    new, otherwise in a temporary copy. `more`: selects, from all files' names, those that are wanted beside the
+    records. Raises `ConfigError` if there is no run, `CheckpointError` if the URL does not answer."""
     place = RunPlace.at(run)
     if place.url is None:
         yield RunDirectory.open(run)
@@ -88,14 +88,14 @@ def upload_all(directory: RunDirectory) -> None:
         if missing := Mirror(directory.path, directory.url, TrackingConfig(), directory.failed_writes).upload_due(
             everything=True
         ):
-            raise CheckpointError(f"{directory.url}: {len(missing)} file(s) do not come there. {' '.join(told)}")
+            raise CheckpointError(f"{directory.url}: {len(missing)} file(s) could not be uploaded. {' '.join(told)}")
     finally:
         lock.release()
 
 
 def _is_ahead(path: Path, url: str) -> bool:
-    events = read_if_there(f"{url}/{EVENTS}")
-    remote = None if events is None else RunRecords(events, read_if_there(f"{url}/{METRICS}") or b"")
+    events = read_optional(f"{url}/{EVENTS}")
+    remote = None if events is None else RunRecords(events, read_optional(f"{url}/{METRICS}") or b"")
     local = RunRecords(_local(path / EVENTS), _local(path / METRICS)) if (path / EVENTS).is_file() else None
     return is_ahead(remote, local)
 

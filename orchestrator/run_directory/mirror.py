@@ -38,7 +38,7 @@ by themselves."""
 NOT_FETCHED = NOT_MIRRORED | {
     "samples", "pictures", "plots", "tensorboard", "wandb", "stacks", "report.html", "cluster.json", LOGS, STATE,
 }  # fmt: skip
-"""Names that are not fetched when a run at a URL goes on elsewhere."""
+"""Names that are not fetched when another machine continues a run at a URL."""
 PACE_BYTES = 2**20
 """Bytes of an appended file that make it wait one interval more, since it is uploaded whole each time."""
 
@@ -85,7 +85,7 @@ def due(
     *,
     everything: bool = False,
 ) -> list[str]:
-    """The files to upload now, in order: lines come last, since they tell of the others.
+    """The files to upload now, in order: lines come last, since they refer to the other files.
 
     `before`: what the last look has seen; a file that still changes is not whole. `waited_s`: seconds since the last
     upload of a file, for those that are appended to. `everything`: nothing is written any more.
@@ -134,7 +134,7 @@ def without_end_event(data: bytes) -> bytes:
 
 
 def is_ahead(remote: RunRecords | None, local: RunRecords | None) -> bool:
-    """Return whether a run is to go on from the copy at its URL, and not from the one on this machine.
+    """Return whether a run continues from the copy at its URL, and not from the one on this machine.
 
     Events are appended and never cut, and each process that takes a run up begins with one. So a copy that begins with
     all events of the other is as new, or newer; where neither does, another machine went on from what was at the URL,
@@ -221,7 +221,7 @@ LAST_PASSES, LAST_PAUSE_S = 3, 2.0
 DISCARD_S = 30.0
 """Deadline for the upload that is under way when a run is refused."""
 TELL_AFTER_S = 5.0
-"""Seconds after which the user is told of a last pass that is not over."""
+"""Seconds after which a message says that the last pass is still running."""
 TOLD_NAMES = 3
 
 
@@ -246,14 +246,14 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        with contextlib.suppress(OSError):  # runs before the run ask it where they are; told by what is written next
+        with contextlib.suppress(OSError):  # first runs read their URL from it; the next failed write reports the disk
             self._record.write(self._directory)
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
     def bring(self, timeout_s: float) -> bool:
-        """Upload what is there now. Returns whether it is at the URL in time. An upload that hangs is not waited for
-        again."""
+        """Upload all files as they are now. Returns whether they were uploaded in time. An upload that hangs is not
+        waited for again."""
         with self._changed:
             if self._thread is None or self._closing or self._asked > self._done:
                 return False
@@ -276,7 +276,7 @@ class Mirror:
         try:
             thread.join(min(TELL_AFTER_S, self._timeout_s))
             if thread.is_alive():
-                self._failed_writes.tell(f"{KIND}: bringing the rest to {self._url}")
+                self._failed_writes.tell(f"{KIND}: uploading the rest to {self._url}")
                 thread.join(max(0.0, self._timeout_s - TELL_AFTER_S))
         finally:
             self._abandoned = True
@@ -288,7 +288,7 @@ class Mirror:
         return missing
 
     def leave(self) -> None:
-        """Bring nothing any more: the place is another process's."""
+        """Upload nothing more: another process owns the directory."""
         with self._changed:
             self._abandoned = self._closing = True
             self._changed.notify_all()
@@ -363,8 +363,8 @@ class Mirror:
         return self._missing
 
     def _look(self) -> tuple[dict[str, FileStamp], dict[str, bytes]]:
-        """All files, and the whole lines of changed files of lines. Lines are read before other files are looked at, so
-        that they tell of nothing that is not seen."""
+        """All files, and the whole lines of changed files of lines. Lines are read before the other files are
+        listed, so that they mention no file that is not listed."""
         first = {name: facts for name, facts in list_files(self._directory).items() if is_lines(name)}
         lines = {}
         for name, facts in first.items():
@@ -396,7 +396,7 @@ class Mirror:
         return [name for name in seen if files.get(name) != seen[name]]
 
     def _record_failure(self, error: OSError) -> None:
-        with contextlib.suppress(RunInUse):  # told where the run itself writes
+        with contextlib.suppress(RunInUse):  # the run's own writes report it
             self._failed_writes.record_failure(
                 KIND, error, f"It is tried again; until then it is in {self._directory} only."
             )
@@ -415,6 +415,6 @@ def _has_other_files(events: str, seen: dict[str, FileStamp], uploaded: dict[str
 def _missing_message(missing: list[str], url: str, directory: Path) -> str:
     names = ", ".join(missing[:TOLD_NAMES]) + (", …" if len(missing) > TOLD_NAMES else "")
     return (
-        f"{KIND}: {len(missing)} file(s) have not come to {url}: {names}. They are in {directory}; "
-        f"`penstock report {url}` on this machine brings them there."
+        f"{KIND}: {len(missing)} file(s) are missing at {url}: {names}. They are in {directory}; "
+        f"`penstock report {url}` on this machine uploads them."
     )

@@ -32,7 +32,7 @@ class PictureFolder:
         """`most_bytes`: largest size of all pictures together."""
         self._path, self._left_bytes, self._failed_writes = path, most_bytes, failed_writes
         self._there: set[str] | None = None
-        """Names of the pictures that are there; None: not looked at yet."""
+        """Names of the pictures in the folder; None: not listed yet."""
         self.is_full = most_bytes <= 0
         """True once a picture was left out, as all together would be too large."""
 

@@ -5,12 +5,12 @@
     spans.jsonl     busy times of actors      model/          final weights as a HF model
     timeline.json   the same, Chrome trace    state.json      present waits of actors
     report.html     plots/                    tensorboard/
-    cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
-    run.lock        the process in it         stacks/         of members that were ended, or looked at in a stall
+    cluster.json    where its actors are      checkpoints/    global_step_N: to resume from
+    run.lock        the process in it         stacks/         of members that were ended, or dumped in a stall
     logs/           what actors printed       threads.json    numbers of actors' threads
     trackers/       their ids of the run      wandb/          files of W&B
     pictures/       those that samples name (`picture_folder.py`)
-    run_id          what tells it from others of its name
+    run_id          distinguishes runs of the same name
     states/         those that a session's loop has saved (`loops/policy.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
@@ -185,7 +185,7 @@ class RunDirectory:
 
     @cached_property
     def run_id(self) -> str:
-        """Eight digits that tell the run from others of its name on a cluster, however often it is resumed. Made by the
+        """Eight digits that distinguish runs of the same name on a cluster, and stay when a run is resumed. Made by the
         first process that asks, which is to hold the lock."""
         with contextlib.suppress(OSError):
             return (self.path / RUN_ID).read_text(encoding="utf-8").strip()
@@ -227,14 +227,14 @@ class RunDirectory:
             )
 
     def mirror(self, tracking: TrackingConfig) -> None:
-        """Begin to bring what is written here to the run's URL, if it has one. The directory of a run before a run is
-        brought there with the other's."""
+        """Start uploading what is written here to the run's URL, if it has one. The directory of a first run is
+        uploaded with that of the run it comes before."""
         if self.url is not None and url_of(self.path.parent) is None:
             self._mirror = Mirror(self.path, self.url, tracking, self.failed_writes)
             self._mirror.begin()
 
     def bring(self, timeout_s: float) -> None:
-        """Bring what is here to the URL, as far as that can be done in time."""
+        """Upload all files to the URL, as far as that can be done in time."""
         if self._mirror is not None:
             self._mirror.bring(timeout_s)
 
@@ -376,8 +376,8 @@ class RunDirectory:
         return open_for_lines(file)
 
     def check_held(self) -> None:
-        """Raise `RunInUse` if another process goes on with the run here: this one was thought dead, or its file system
-        was away. Raises `OSError` if that cannot be told."""
+        """Raise `RunInUse` if another process continues the run here: this one was thought dead, or its file system was
+        unreachable. Raises `OSError` if the lock cannot be read."""
         for lock in self._locks[:1]:  # its own: the first that was taken
             try:
                 lock.check_held(f"name={self.path.name}")

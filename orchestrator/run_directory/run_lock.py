@@ -1,5 +1,5 @@
-"""The lock of a run's directory, in which one process at a time works; the events with which a process takes the run up
-and leaves it.
+"""The lock of a run's directory, in which one process at a time works, and the events with which a process starts and
+ends its work on the run.
 
 The lock is the kernel's (`flock`), so that a killed process leaves none; the file names the process that holds it.
 There is one for `checkpoint.directory` as well. It holds between machines where their shared file system has such locks
@@ -23,9 +23,9 @@ from penstock.conf.errors import RunInUse
 
 FILE = "run.lock"
 STARTS = ("start", "resume", "taken_over")
-"""Events with which a process takes a run up."""
+"""Events with which a process starts its work on a run."""
 ENDS = ("end", "failed", "interrupted")
-"""Events with which a process leaves a run."""
+"""Events with which a process ends it."""
 
 
 class RunLock:
@@ -60,13 +60,13 @@ class RunLock:
 
     def check_held(self, what: str) -> None:
         """Raise `RunInUse` if another process has taken the place: a file system that was away may have dropped the
-        lock. Raises `OSError` if that cannot be told."""
+        lock. Raises `OSError` if the file cannot be read."""
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
         except (
             FileNotFoundError,
             ValueError,
-        ):  # removed by hand, or lost with the file system: it tells of no other process
+        ):  # removed by hand, or lost with the file system: no sign of another process
             return
         if found != self._holder:
             self._is_lost = True

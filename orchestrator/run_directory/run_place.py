@@ -114,7 +114,7 @@ def new_place(config: RunConfig, time_s: float, is_taken: Callable[[str], bool])
 
 
 def has_results_at(url: str) -> bool:
-    """Return whether there is a run with results. Raises `CheckpointError` if that cannot be told."""
+    """Return whether there is a run with results. Raises `CheckpointError` if the URL does not answer."""
     names = list_names(url)
     return "config.yaml" in names and (
         any(name in RESULTS for name in names) or any(exists(f"{url}/{name}/config.yaml") for name in names)

@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True)
 class WorkReport:
-    """The work that the store has seen since the last time."""
+    """The work that the store has recorded since the last report."""
 
     work: tuple[Work, ...] = ()
     admitted: Mapping[int, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class WorkReport:
 
     @classmethod
     def of(cls, told: Mapping[str, Any], now: float) -> "WorkReport":
-        """The work as the store tells it. `told`: `StoreClient.work()`. `now`: this machine's time at the answer."""
+        """The work as the store reports it. `told`: `StoreClient.work()`. `now`: this machine's time at the answer."""
         differs = now - float(told["now"])
         shift = differs if abs(differs) > CLOCKS_DIFFER_S else 0.0
         work = tuple(

@@ -167,7 +167,7 @@ def test_a_report_brings_what_never_came_and_says_what_does_not_come_now(
     one.turn(2, is_brought=False)
     Flaky.refused["report.html"] = OSError("full")
     assert main(["report", f"{URL}/run"]) == 1
-    assert "1 file(s) do not come there. upload: cannot be written: report.html: full." in capsys.readouterr().err
+    assert "1 file(s) could not be uploaded. upload: cannot be written: report.html: full." in capsys.readouterr().err
     Flaky.refused.clear()
     assert main(["report", f"{URL}/run"]) == 0
     assert {"report.html", "samples/step_2.parquet"} < set(find(f"{URL}/run"))

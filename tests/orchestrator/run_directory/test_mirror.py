@@ -135,8 +135,8 @@ def test_what_has_not_come_in_the_end_is_told_with_its_place_and_the_way_there(r
     directory.event("end", steps=1)
     remote.refused["weights"] = OSError("full")
     directory.close()
-    assert told[-1].startswith(f"upload: 2 file(s) have not come to {URL}/run: ")
-    assert f"They are in {directory.path}; `penstock report {URL}/run` on this machine brings them" in told[-1]
+    assert told[-1].startswith(f"upload: 2 file(s) are missing at {URL}/run: ")
+    assert f"They are in {directory.path}; `penstock report {URL}/run` on this machine uploads them" in told[-1]
     assert directory.failed_writes.lost == {KIND: 2}
     assert json.loads(at_url("events.jsonl").splitlines()[-1])["kind"] != "end", "its model is not there"
     remote.refused.clear()
@@ -157,7 +157,7 @@ def test_one_that_hangs_is_waited_for_no_longer_than_its_deadline(remote: type[F
     directory.bring(3600.0)  # not waited for again
     directory.close()
     assert told[0].startswith("upload: cannot be written: no end within 0.1 s.")
-    assert told[-1].startswith("upload: 4 file(s) have not come")
+    assert told[-1].startswith("upload: 4 file(s) are missing")
     remote.hangs.set()
 
 
