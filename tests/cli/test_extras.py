@@ -10,9 +10,12 @@ import pytest
 from penstock.cli import main as cli
 from penstock.conf.checks import EXTRAS
 from penstock.conf.errors import ConfigError
+from penstock.conf.rollout import RolloutConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.resolved import resolve
+from penstock.workers.protocols import EngineSpec
+from penstock.workers.rollout.rollout_engines import make_engine
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -86,3 +89,9 @@ def test_a_run_without_vllms_engine_does_without_vllm(monkeypatch: pytest.Monkey
     for words in (["recipe=arithmetic", "rollout.engine=hf"], ["recipe=arithmetic_sft", "evaluation.every_steps=0"]):
         run = resolve(load_config(words))
         assert check_packages(run.config, run.plan) == ""
+
+
+def test_an_actor_names_the_extra_that_its_node_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "vllm")
+    with pytest.raises(ConfigError, match=r"^rollout.engine=vllm needs vllm, .*pip install 'penstock\[vllm\]'\.$"):
+        make_engine(EngineSpec(RolloutConfig(engine="vllm")))

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from penstock.conf.capabilities import ROLLOUT_ENGINES
-from penstock.conf.checks import one_of
+from penstock.conf.checks import EXTRAS, need_extra, one_of
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.protocols import Completion, EngineSpec, RolloutEngine, Sampling
@@ -39,9 +39,12 @@ MOST_SAMPLES = 256
 
 def make_engine(spec: EngineSpec, meters: Meters | None = None) -> RolloutEngine:
     """Make the engine that `rollout.engine` names, not started yet. Heavy imports happen here, and only for the engine
-    that is made. `meters`: for the engine's own statistics (vLLM). Raises `ConfigError` for an unknown name."""
+    that is made. `meters`: for the engine's own statistics (vLLM). Raises `ConfigError` for an unknown name, and
+    for a package that is not installed."""
     config = spec.config
     one_of("rollout.engine", config.engine, ROLLOUT_ENGINES)
+    if config.engine in EXTRAS:
+        need_extra(config.engine, f"rollout.engine={config.engine}")
     if config.capabilities.computes_in_actor and not config.num_gpus_per_worker:
         prepare_for_torch()
     module, _, function = config.capabilities.implementation.partition(":")

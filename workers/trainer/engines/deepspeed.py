@@ -2,7 +2,7 @@
 
 Stage 1 shards optimizer states and masters, stage 2 gradients, too, stage 3 weights, too. DeepSpeed wants to own the
 training loop: it averages over ranks, counts micro-batches, clips, and skips steps. Here its settings make all of that
-the same mathematics as FSDP2's (`fsdp.py`). A `TrainEngine` (`engine.py`).
+the same mathematics as FSDP2's (`fsdp.py`). A `TrainEngine` (`train_engine.py`).
 
 Where ZeRO keeps a parameter, which elements of it this rank has, and in which flat tensor:
 
@@ -32,7 +32,8 @@ from torch.distributed import distributed_c10d
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.protocols import AdamParams
-from penstock.workers.trainer.engines.engine import (
+from penstock.workers.trainer.engines.fsdp import buffer_pieces
+from penstock.workers.trainer.engines.train_engine import (
     HOST,
     MOMENTS,
     give_back,
@@ -45,7 +46,6 @@ from penstock.workers.trainer.engines.engine import (
     set_num_steps,
     set_params,
 )
-from penstock.workers.trainer.engines.fsdp import buffer_pieces
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import StartingWeights, replace_parameters
 from penstock.workers.trainer.ranks import Ranks
@@ -70,8 +70,8 @@ def load_deepspeed(ranks: Ranks) -> ModuleType:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f"trainer.engine=deepspeed: the package cannot be imported ({error}). Install deepspeed, or take "
-            "trainer.engine=fsdp."
+            f"trainer.engine=deepspeed: the package cannot be imported ({error}): pip install "
+            "'penstock[deepspeed]', or take trainer.engine=fsdp."
         ) from error
     name = deepspeed.get_accelerator().device_name()
     if name != device.type:
