@@ -1,12 +1,5 @@
 """`penstock.train`: a run in one call, for programs and notebooks, with functions and rows in the place of their names.
 
-    def exact(response: str, answer: str) -> float:
-        return float(response.strip() == answer)
-
-    rows = [{"question": "2 + 2 =", "answer": "4"}, {"question": "1 + 5 =", "answer": "6"}]
-    result = penstock.train(model="tiny", dataset=rows, reward=exact, trainer={"max_steps": 20})
-    result.plot()
-
 What is given goes to actors with their configuration (`InlineValue`), and into no file. So a run that is to be resumed
 has a name, and the same call resumes it; `penstock run` refuses to.
 """
@@ -51,7 +44,14 @@ def train(
     the configuration, a section as a dict (`trainer={"max_steps": 20}`), a single key as `**{"trainer.max_steps": 20}`.
     Keys that name a function take the function itself. `quiet`: print nothing.
 
-    With `name="RUN"` the same call again resumes the run. Raises what `run` raises.
+        def exact(response: str, answer: str) -> float:
+            return float(response.strip() == answer)
+
+        rows = [{"question": "2 + 2 =", "answer": "4"}]
+        result = penstock.train(model="tiny", dataset=rows, reward=exact, name="sums", trainer={"max_steps": 20})
+        print(result.model, result.metrics[-1]["reward/mean"])
+
+    With a `name` the same call again resumes the run. Raises what `run` raises.
     """
     given = {"model": model, "data.path": dataset, "reward": reward, "algorithm": algorithm, **keys}
     if eval_dataset is not None:

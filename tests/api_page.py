@@ -5,6 +5,7 @@ python -m tests.api_page > docs/api.md
 
 import dataclasses
 import inspect
+import itertools
 import re
 import textwrap
 from typing import Any
@@ -13,7 +14,6 @@ import penstock
 from penstock.orchestrator.configuration.keys import texts_of
 from penstock.orchestrator.loops.policy import Model, Policy
 from penstock.orchestrator.loops.verbs import LoopPolicy
-from penstock.orchestrator.run import RunResult
 from penstock.orchestrator.session import Attempts, PromptStream, Reward, Session, Workers
 
 HEAD = """# The Python API
@@ -21,8 +21,8 @@ HEAD = """# The Python API
 What `import penstock` gives; everything else may change without notice. Guides:
 [algorithms of one's own](algorithms.md), [environments](agents.md), [loops](serve.md#the-same-loop-here-and-there).
 
-A configuration is made of words, `load_config(["recipe=arithmetic", "trainer.max_steps=50"])`, or of typed sections.
-`penstock.conf` has them all, and [keys.md](keys.md) says what each field means:
+A configuration is made by [`train`](#runs), of words, `load_config(["recipe=arithmetic", "trainer.max_steps=50"])`, or
+of typed sections. `penstock.conf` has them all, and [keys.md](keys.md) says what each field means:
 
 ```python
 from penstock import conf, run
@@ -44,37 +44,54 @@ TYPES = {
     "NonNegative": "The annotation of a formula's setting that has to be 0 or more.",
 }
 DECORATORS = {
-    "advantage": """Register an advantage for `algorithm.advantage=NAME`. Parameters without a default are columns,
-        `[G]` of a group, or `[B]` with `algorithm.advantage_per=batch`. The function returns an advantage a
-        row, `[G]`, or a token, `[G, T]`. Keyword-only parameters are settings
-        (`algorithm.advantage_options`). A parameter `state: MyState` is carried from step to step; the
-        function then returns `(advantage, next state)`.""",
-    "surrogate": """Register a policy loss for `algorithm.surrogate=NAME`: `function(new, old, advantage, mask, *,
-        settings)` gets float32 `[B, T]` each, zero in padding, and returns the loss of each token, `[B,
-        T]`, and values of each token by metric. Masks, correction, KL term and aggregation are the
-        caller's.""",
-    "correction": """Register a correction for `algorithm.correction=NAME`: `function(old, behavior, mask, *, settings)`
-        gets log-probabilities `[B, T]`, and returns weights `[B, T]` without gradient, and values of each
-        token by metric.""",
+    "advantage": """Register an advantage for `algorithm.advantage=NAME`.
+
+    @advantage("my_advantage")
+    def my_advantage(reward: Tensor, *, scale: Positive = 1.0) -> Tensor:  # [G] of a group -> [G]
+        return (reward - reward.median()) / scale
+
+Gets: columns, by parameters without a default, `[G]` of a group, or `[B]` with `algorithm.advantage_per=batch`; token
+columns as lists of `[T_i]`. Returns an advantage a row, or a token, `[G, T]`. Keyword-only parameters are settings
+(`algorithm.advantage_options`). A parameter `state: MyState` is carried from step to step; the function then returns
+`(advantage, next state)`.""",
+    "surrogate": """Register a policy loss for `algorithm.surrogate=NAME`.
+
+    @surrogate("my_surrogate")
+    def my_surrogate(new, old, advantage, mask, *, clip: NonNegative = 0.2):  # [B, T] each -> [B, T], metrics
+        ratio = (new - old).clamp(-20, 20).exp()
+        return -advantage * ratio.clamp(1 - clip, 1 + clip), {"ratio": ratio.detach()}
+
+Gets: float32, zero in padding; `new` with gradient. Returns the loss of each token and values of each token by metric.
+Masks, correction, KL term and aggregation are the caller's.""",
+    "correction": """Register a correction for `algorithm.correction=NAME`.
+
+    @correction("my_correction")
+    def my_correction(old, behavior, mask, *, cap: Positive = 2.0):  # [B, T] each -> weights [B, T], metrics
+        weight = (old - behavior).clamp(-20, 20).exp().clamp(max=cap)
+        return weight, {"correction_weight_mean": weight}
+
+Gets: log-probabilities of trainer and engine. Returns weights without gradient, 0 for tokens that do not count, and
+values of each token by metric.""",
 }
 """What the functions that a decorator registers get and return; its own docstring is that of all registries."""
 SHOWN = ("__getitem__", "__call__")
 """Methods with a name of Python's own that are told."""
 OF_THE_RUNTIME = {
-    "as_bytes", "batch_reads", "columns", "failed_writes", "from_bytes", "has_environment", "in_environment",
-    "in_trainer", "is_in_trainer", "is_scored", "reads_of", "rewarded", "rows_are", "stored_columns",
-    "table_with_ids", "takes_groups",
+    "as_bytes", "batch_reads", "candidates", "columns", "failed_writes", "from_bytes", "has_environment",
+    "in_environment", "in_trainer", "is_in_trainer", "is_scored", "optional_reads", "parent", "ragged", "reads_of",
+    "rewarded", "routed_experts", "rows_are", "rows_of", "stopped_by", "stored_columns", "table_with_ids",
+    "takes_groups", "without",
 }  # fmt: skip
 """Members that the runtime calls, and authors do not."""
 MOST_SHOWN = 12
 """Most parameters of a signature that are told."""
 GROUPS = {
-    "Runs": ("load_config", "run", "session", "RunConfig"),
+    "Runs": ("train", "run", "RunResult", "load_config", "RunConfig", "session"),
     "Loops of one's own": ("Client", "Datum", "LossCall", "AdamParams"),
     "Dataflows and algorithms": ("algorithm", "AlgorithmConfig", "Dataflow", "Stage", "Column"),
     "Formulas": (
-        "advantage", "surrogate", "correction", "truncated_importance_weight", "aggregate", "BatchTotals", "Positive",
-        "NonNegative",
+        "LossInputs", "LossOutput", "advantage", "surrogate", "correction", "truncated_importance_weight", "aggregate",
+        "BatchTotals", "Positive", "NonNegative",
     ),
     "Rows and rewards": ("Rows", "reward", "Sandbox"),
     "Environments": ("environment", "Task", "Context", "Message", "Turn", "Trajectory", "Sampling"),
@@ -95,8 +112,6 @@ def page() -> str:
         lines.append(f"## {title}\n")
         for name in names:
             lines += _told(name, getattr(penstock, name))
-        if "run" in names:
-            lines += _told("RunResult", RunResult)
         if "Client" in names:
             lines += [line for name, kind in HANDLES.items() for line in _handle(name, kind)]
     return "\n".join(lines).rstrip() + "\n"
@@ -160,14 +175,13 @@ def _readable(signature: str) -> str:
 def _paragraphs(text: str) -> list[str]:
     """A docstring as Markdown: paragraphs, and indented blocks as code."""
     found = []
-    for block in re.split(r"\n\s*\n", text):
-        if block.startswith("- "):
-            found.append(f"{block}\n")
-        elif block.startswith(("    ", ">>>")):
-            code = textwrap.dedent(block).strip()
+    for is_code, group in itertools.groupby(re.split(r"\n\s*\n", text), lambda one: one.startswith(("    ", ">>>"))):
+        blocks = list(group)
+        if is_code:
+            code = "\n\n".join(map(textwrap.dedent, blocks)).strip()
             found.append(f"```{'pycon' if code.startswith('>>>') else 'python'}\n{code}\n```\n")
         else:
-            found.append(f"{' '.join(block.split())}\n")
+            found += [f"{one if one.startswith('- ') else ' '.join(one.split())}\n" for one in blocks]
     return found
 
 

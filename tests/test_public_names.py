@@ -1,15 +1,28 @@
 """`import penstock` gives what an author needs: every name is there, and recipes and documents import no other."""
 
 import ast
+import asyncio
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, create_autospec
 
+import numpy as np
 import pytest
+import torch
 
 import penstock
 from penstock import conf
+from penstock.algorithms.advantages import ADVANTAGES, group_advantage
+from penstock.algorithms.catalogue import ALGORITHMS
+from penstock.algorithms.corrections import CORRECTIONS
+from penstock.algorithms.losses import SURROGATES, ppo_clip_loss
+from penstock.orchestrator import train as training
+from penstock.orchestrator.configuration.resolved import resolve
+from penstock.orchestrator.loops.policy import Policy
 from tests.api_page import GROUPS, page
 
 ROOT = Path(__file__).parents[1]
@@ -28,11 +41,57 @@ def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
     assert (ROOT / "docs" / "api.md").read_text() == page(), "write it anew: python -m tests.api_page > docs/api.md"
 
 
-def test_examples_of_the_reference_are_python() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
-    assert len(blocks) > 3
-    for block in blocks:
-        ast.parse(block)
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What examples know: public names, with stand-ins for what would start processes, and of what a run gives."""
+    sandbox = create_autospec(penstock.Sandbox, instance=True)
+    for name in ("run", "session", "Client", "Sandbox"):
+        monkeypatch.setattr(penstock, name, create_autospec(getattr(penstock, name)))
+    penstock.Sandbox.return_value.__aenter__.return_value = sandbox  # type: ignore[attr-defined]
+    monkeypatch.setattr(training, "run", lambda config, quiet: resolve(config) and MagicMock())
+    context = create_autospec(penstock.Context, instance=True)
+    context.sample.return_value = MagicMock(answer="4")
+    registries: list[dict[str, Any]] = [ALGORITHMS, ADVANTAGES, SURROGATES, CORRECTIONS]
+    before = [dict(one) for one in registries]
+    yield {
+        **{name: getattr(penstock, name) for name in penstock.__all__},
+        "__name__": __name__, "penstock": penstock, "torch": torch, "Tensor": torch.Tensor, "np": np,
+        "ctx": context, "data": [], "group_advantage": group_advantage,
+        "run": MagicMock(policy=create_autospec(Policy, instance=True)), "ppo_clip_loss": ppo_clip_loss,
+    }  # fmt: skip
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+def examples() -> list[Any]:
+    found = [
+        pytest.param(block, id=f"{page}-{number}")
+        for page in ("README.md", "docs/api.md", "docs/algorithms.md")
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+    ]
+    assert len(found) > 14
+    return found
+
+
+@pytest.mark.parametrize("example", examples())
+def test_examples_run(names: dict[str, Any], example: str) -> None:
+    code = compile(example, "example", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    coroutine = eval(code, names)
+    if coroutine is not None:
+        asyncio.run(coroutine)
+
+
+def test_formulas_of_the_reference_return_what_is_said(names: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for block in re.findall(r"```python\n(@(?:advantage|surrogate|correction).*?)```", page, re.DOTALL):
+        exec(block, names)
+    tokens, mask = -torch.rand(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    assert names["my_advantage"](torch.tensor([1.0, 0.0, 3.0]), scale=2.0).tolist() == [0.0, -0.5, 1.0]
+    surrogate = names["my_surrogate"](tokens, tokens - 0.1, torch.ones(2, 3), mask)
+    for values, metrics in (surrogate, names["my_correction"](tokens, tokens, mask)):
+        assert values.shape == (2, 3)
+        assert all(one.shape == (2, 3) for one in metrics.values())
 
 
 def test_every_section_of_a_configuration_is_there() -> None:

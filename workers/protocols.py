@@ -143,7 +143,7 @@ class Publication:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SamplingProgress:
     """The work of an engine so far, to see that it goes on."""
 
     num_tokens: int
@@ -158,7 +158,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """The room for adapters that an engine serves side by side, by names of their own (`sample_calls.py`)."""
+    """The room for adapters that an engine serves side by side, by names of their own (`AdapterEngine`)."""
 
     max_rank: int
     """Largest rank; `WHOLE`: there are whole models in the place of adapters."""
@@ -213,7 +213,7 @@ class RolloutEngine(Protocol):
 
     async def version(self) -> int: ...
 
-    def sampled(self) -> Sampled:
+    def sampled(self) -> SamplingProgress:
         """The engine's work so far. May be called at any time; returns at once."""
 
     async def nonfinite_weights(self) -> list[str]:

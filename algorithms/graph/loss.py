@@ -40,13 +40,25 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What most losses read of a micro-batch: tensors `[B, T]`, float32, zero in padding."""
+    """What most losses read of a micro-batch, by a parameter `inputs`: tensors `[B, T]`, float32, zero in padding. What
+    else a loss reads has a parameter of its name: a column, or `old_logprobs`, `entropy`, `group_ids` of the trainer.
+
+        def loss(inputs: LossInputs, *, floor: float = -10.0) -> Tensor:  # [B, T]: a value for each token
+            return -inputs.advantage * inputs.logprobs.clamp(min=floor)
+
+        flow = Dataflow().rollout(samples_per_prompt=8).reward()
+        flow.compute(lambda reward: reward - reward.mean(), reads=["reward"], writes=["advantage"], name="centred")
+        flow.train(loss=loss, aggregation="sequence_mean").check()
+
+    `penstock validate` refuses a loss that depends on how a batch is cut, such as `loss.mean()`.
+    """
 
     logprobs: Tensor
     """Log-probabilities of the response tokens under the policy, with gradient."""
     mask: Tensor
     """True for response tokens, False for padding."""
     columns: Mapping[str, Tensor] = field(repr=False)
+    """Columns that stages write, by name."""
 
     @property
     def advantage(self) -> Tensor:
@@ -70,7 +82,12 @@ class LossInputs:
 
 
 class LossOutput(NamedTuple):
-    """What a loss may return in place of its values alone."""
+    """What a loss may return: values of tokens, and metrics.
+
+    def loss(inputs: LossInputs) -> LossOutput:
+        ratio = (inputs.logprobs - inputs.behavior_logprobs).exp()
+        return LossOutput(-inputs.advantage * ratio, {"ratio": ratio})
+    """
 
     loss: Tensor
     """Value of each token, `[B, T]`; what stands under padding is ignored."""

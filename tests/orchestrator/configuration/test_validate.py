@@ -467,3 +467,12 @@ def test_a_template_that_writes_answered_conversations_otherwise_is_told(model: 
         told.append(found["rewritten turns"].look())
     assert told[0] == ""
     assert "begins an answered conversation with another text than the prompt" in told[1]
+
+
+def test_a_loss_that_depends_on_how_batches_are_cut_is_refused(rows: Path) -> None:
+    words = ["recipe=arithmetic", "warm_start.recipe=null", "evaluation.every_steps=0", f"data.path={rows}"]
+    config = load_config([*words, "reward.function=digits", "reward.options={}", "rollout.engine=hf"])
+    flow = Dataflow().rollout(samples_per_prompt=2)
+    loss = flow.train(loss=lambda logprobs: logprobs.mean())
+    with pytest.raises(DataflowError, match=r"for a batch, .* for its two halves together"):
+        check_run(resolved(config, loss.check()))
