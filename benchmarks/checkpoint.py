@@ -29,7 +29,7 @@ from penstock.store.data.roots import SHARED_MEMORY
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 
 SIZES = {

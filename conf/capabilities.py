@@ -12,7 +12,7 @@ class TrainerCapabilities:
     """Capabilities of an engine of the trainer (`trainer.engine`)."""
 
     implementation: str
-    """Class that implements `workers/trainer/engines/engine.py`, as `module:class`. Imported when a rank starts."""
+    """Class that implements `TrainEngine`, as `module:class`. Imported when a rank starts."""
     splits_layers: bool
     """True if tensor and sequence parallelism work, and several copies of the model (`trainer.shard_size`)."""
     has_adapters: bool

@@ -34,7 +34,7 @@ from penstock.workers.runtime.serving import (
     Progress,
     Serving,
 )
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 
 UPDATE_METRICS = ("loss", "pg_loss", "kl", "entropy", "grad_norm", "clip_fraction", "lr", "padding_share")

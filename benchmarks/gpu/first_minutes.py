@@ -65,8 +65,8 @@ class Bench:
     def trainer(self, model: Path | None = None, *, attention: str = "sdpa", on_gpu: bool | None = None, **options: Any
                 ) -> Any:  # fmt: skip
         from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+        from penstock.workers.trainer.policy_trainer import PolicyTrainer
         from penstock.workers.trainer.ranks import Ranks
-        from penstock.workers.trainer.trainer import PolicyTrainer
 
         on_gpu = self.has_gpu if on_gpu is None else on_gpu
         config = TrainerConfig(num_gpus_per_rank=float(on_gpu), optimizer=OptimizerConfig(lr=1e-5), **options)

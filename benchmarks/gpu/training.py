@@ -26,7 +26,7 @@ from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.rank_memory import RankSetting, rank_memory
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 
 NUM_ROUNDS = 5
 NUM_ROWS = 128

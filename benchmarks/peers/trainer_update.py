@@ -32,7 +32,7 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 
 FIXED_ROWS = 8

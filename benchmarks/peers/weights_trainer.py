@@ -32,8 +32,8 @@ import torch.distributed
 
 from benchmarks.peers.channel import Channel
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 
 Named = tuple[str, torch.Tensor]
 

@@ -24,7 +24,7 @@ from penstock.orchestrator.observability.state_log import LEAST_S
 from penstock.orchestrator.observability.step_trace import StepTrace
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 
 DEMO = ["recipe=arithmetic", "warm_start.recipe=null", "evaluation.every_steps=1000000", "tracking.export_model=false"]
 NUM_STEPS, SETTLE_STEPS = 14, 3

@@ -25,7 +25,7 @@ from penstock.workers.runtime.local_files import staged_directory
 from penstock.workers.runtime.url_files import absolute, is_url, list_names, upload_directory
 
 if TYPE_CHECKING:
-    from penstock.workers.trainer.trainer import PolicyTrainer
+    from penstock.workers.trainer.policy_trainer import PolicyTrainer
 
 
 async def export_model(fleet: Fleet, directory: str) -> None:
@@ -77,8 +77,8 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
 
 def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> "PolicyTrainer":
     """A trainer of a single rank, made as the run's ranks were."""
+    from penstock.workers.trainer.policy_trainer import PolicyTrainer
     from penstock.workers.trainer.scalar import ScalarTrainer
-    from penstock.workers.trainer.trainer import PolicyTrainer
 
     sections = checkpoint.config
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), sections["trainer"]))

@@ -25,8 +25,8 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.metering.meters import Meters
+from penstock.orchestrator.checkpointing.checkpoints import CheckpointWriter
 from penstock.orchestrator.checkpointing.export import export_model
-from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
@@ -45,7 +45,7 @@ from penstock.orchestrator.recovery.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.recovery.restart import Recovery, Restarts, StepJournal, StoreRestart, Supervisor
 from penstock.orchestrator.recovery.takeover import Handover, TakeoverPoint
 from penstock.orchestrator.run_context import RunContext
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 
 
 @dataclass

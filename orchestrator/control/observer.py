@@ -28,7 +28,7 @@ from penstock.orchestrator.recovery.liveness import Watch
 from penstock.orchestrator.recovery.restart import Recovery
 from penstock.orchestrator.run_context import RunContext
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 
 
 class Observer:

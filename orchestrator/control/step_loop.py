@@ -56,7 +56,7 @@ from penstock.orchestrator.recovery.memory_checkpoints import MemoryCheckpoints
 from penstock.orchestrator.recovery.restart import Recovery, title_of
 from penstock.orchestrator.run_context import RunContext
 from penstock.workers.runtime.serving import WAITING, Progress
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 from penstock.workers.weights.engine_calls import Delivery
 
 ROLE = "trainer"

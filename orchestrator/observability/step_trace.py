@@ -26,7 +26,7 @@ from typing import Any
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.timeline import Span, Work, WorkReport
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 
 WAIT = "wait for batch"
 CONTROLLER = "Controller"

@@ -79,7 +79,7 @@ from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service.store_actor import STORE
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 
 
 class Restarts:

@@ -44,7 +44,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store_actor import STORE
 from penstock.workers.runtime.serving import IDLE, Progress
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 
 KEEP_S, LONGEST_S = 1.0, 10.0
 """Seconds between two looks at what has changed, least and most. A member that has come since is not known to the next

@@ -29,13 +29,13 @@ from penstock.orchestrator.cluster.placement import reservation as reservation_m
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.workers.compute import Compute
-from penstock.workers.node.node_actor import NodeAgent
+from penstock.workers.node.node_actor import NodeAgentActor
 from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.prompts.prompts_actor import Prompts as RealPrompts
 from penstock.workers.protocols import Publication
 from penstock.workers.reward.reward_actor import Reward
 from penstock.workers.rollout.rollout_actor import Rollout as RealRollout
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 from penstock.workers.trainer.trainer_actor import Trainer as RealTrainer
 from penstock.workers.weights.chain.plan import Broadcast
 from penstock.workers.weights.publication.costs import SharedMemory
@@ -227,7 +227,7 @@ class ScriptedOwner(Owner):
             handle = FakeHandle(None, name)
             handle.kill()
             return handle
-        if cls is NodeAgent:
+        if cls is NodeAgentActor:
             member: Any = Agent(node, self._cluster, self._pause)
             self._cluster.agents[node.id] = member
         else:

@@ -53,7 +53,7 @@ from penstock.workers.runtime.serving import (
     Progress,
     Serving,
 )
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.one_machine import OneMachine
 from tests.orchestrator.one_node import on_one_node

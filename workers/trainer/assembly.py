@@ -28,14 +28,14 @@ from penstock.workers.runtime.serving import Phases
 from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.models.vision import PictureCache, vision_tower
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.preparation import Preparation, Replay
+from penstock.workers.trainer.rank_spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.slot_trainer import SlotTrainer, with_slot
-from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
 from penstock.workers.trainer.token_recorder import PLACES
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.trainer_worker import ScorerWorker, TrainerWorker
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.sequences import without_old_turns
@@ -200,7 +200,7 @@ def _scored_all(trainer: PolicyTrainer, spec: ScorerSpec, rows: Rows) -> dict[st
 
 def seconds_per_token(trainer: PolicyTrainer, counts: Sequence[int]) -> dict[int, float]:
     """Seconds of an update for a token, by number of threads. Collective; changes nothing that is trained."""
-    rows = _trial_rows(trainer.max_length or NUM_TOKENS + 1)
+    rows = trial_rows(trainer.max_length or NUM_TOKENS + 1)
     num_tokens = int(rows.lengths("response_ids").sum()) + len(rows)
     found = {}
     for count in counts:
@@ -255,7 +255,7 @@ def _forward_seconds(trainer: PolicyTrainer, rows: Rows) -> float:
     return time.perf_counter() - started
 
 
-def _trial_rows(max_length: int) -> Rows:
+def trial_rows(max_length: int) -> Rows:
     """Rows for the trial. They consist of token 0, which every model has."""
     response = [0] * min(NUM_TOKENS, max_length - 1)
     return Rows.from_lists({"prompt_ids": [[0]] * NUM_ROWS, "response_ids": [response] * NUM_ROWS})

@@ -23,7 +23,7 @@ from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.pictures.prompt_pictures import NO_PICTURES
 from penstock.workers.protocols import Datum, ForwardOutput, LossCall
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import LossArguments

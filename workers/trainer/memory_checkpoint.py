@@ -34,8 +34,8 @@ from torch import Tensor
 
 from penstock.conf.errors import DataflowError, DeadlineExceeded, MemoryCheckpointError, PartnerGone
 from penstock.workers.trainer.memory_slots import BLOCK_BYTES, Block, Header, PieceInfo, Slots, reserve_slots
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks, phase
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import TensorPlace

@@ -49,8 +49,8 @@ from penstock.store.data import durable
 from penstock.workers.models.model_files import CONFIG, INDEX, SINGLE, copy_texts, remove_weights, shard_name
 from penstock.workers.protocols import Publication
 from penstock.workers.runtime.local_files import FreeSpace, part_of, write_whole
-from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
+from penstock.workers.trainer.engines.train_engine import TrainEngine
 from penstock.workers.trainer.models.vision import vision_tower
 from penstock.workers.trainer.ranks import Ranks, phase
 from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan

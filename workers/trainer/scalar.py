@@ -1,4 +1,4 @@
-"""A rank of a critic or of a reward model: the trainer of `trainer.py` around a scalar head.
+"""A rank of a critic or of a reward model: the trainer of `policy_trainer.py` around a scalar head.
 
     critic:        values(rows) ─▶ old_values ─▶ … ─▶ update(rows, value_loss)
     reward model:  update(rows, bradley_terry_loss)      later, elsewhere:  scores(rows) ─▶ reward
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.models.language_model import ScalarModel, max_length, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.trainer import PolicyTrainer, UpdateContext
+from penstock.workers.trainer.policy_trainer import PolicyTrainer, UpdateContext
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Minibatch
 from penstock.workers.weights.checkpoint_form import HEAD

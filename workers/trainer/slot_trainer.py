@@ -46,10 +46,10 @@ from penstock.workers.protocols import (
     LossCall,
 )
 from penstock.workers.trainer.datum_trainer import DatumTrainer
-from penstock.workers.trainer.engines.engine import MOMENTS, moments_of, set_num_steps
 from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.lora import ADAPTER, adapters
 from penstock.workers.trainer.engines.mesh import local
+from penstock.workers.trainer.engines.train_engine import MOMENTS, moments_of, set_num_steps
 from penstock.workers.trainer.models.token_scores import AdaptedOutputLayer
 from penstock.workers.weights.piece import Piece, boxes
 from penstock.workers.weights.publication.adapter import tensor_name
@@ -60,7 +60,7 @@ KINDS = (WEIGHTS, *MOMENTS, GRADIENTS)
 
 
 @dataclass
-class NamedAdapter:
+class SlotAdapter:
     """An adapter of a rank."""
 
     spec: AdapterSpec
@@ -84,7 +84,7 @@ class SlotTrainer(DatumTrainer):
         assert isinstance(self.engine, FsdpEngine)
         is_whole = self.config.lora.rank == WHOLE
         self.slot: AdapterSlot | WholeSlot = WholeSlot(self.engine) if is_whole else AdapterSlot(self.engine)
-        self._adapters: dict[str, NamedAdapter] = {}
+        self._adapters: dict[str, SlotAdapter] = {}
         self._current: str | None = None
         """Name of the adapter in the slot."""
 
@@ -108,7 +108,7 @@ class SlotTrainer(DatumTrainer):
         self._vacate()
         tensors, num_steps = ({}, 0) if state is None else (state.tensors, state.num_steps)
         self.slot.fill(spec, tensors, num_steps)
-        self._adapters[name], self._current = NamedAdapter(spec, num_steps), name
+        self._adapters[name], self._current = SlotAdapter(spec, num_steps), name
 
     def drop(self, name: str) -> None:
         """Forget an adapter, if there is one of that name."""
@@ -154,7 +154,7 @@ class SlotTrainer(DatumTrainer):
         adapter.num_steps += is_finite
         return {"grad_norm": norm, "skipped_nonfinite": float(not is_finite)}
 
-    def _enter(self, name: str) -> NamedAdapter:
+    def _enter(self, name: str) -> SlotAdapter:
         """Bring an adapter into the slot, if it is not there. Raises `DataError` for an unknown name."""
         adapter = self._adapters.get(name)
         if adapter is None:

@@ -17,7 +17,7 @@ from torch import nn
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 from penstock.workers.trainer.update.sequences import context_column
 from penstock.workers.weights.checkpoint_form import stacked_experts
 

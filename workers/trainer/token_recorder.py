@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import TokenValues
+from penstock.workers.trainer.step_report import TokenValues
 from penstock.workers.trainer.update.batching import MicroBatch, split_rows
 
 PLACES = "token_places"

@@ -51,8 +51,8 @@ from penstock.workers.runtime.serving import (
     Progress,
 )
 from penstock.workers.runtime.url_files import SavedFile
-from penstock.workers.trainer.report import StepReport, TokenValues
-from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
+from penstock.workers.trainer.rank_spec import RankSpec, ScorerSpec, TrainerSpec
+from penstock.workers.trainer.step_report import StepReport, TokenValues
 from penstock.workers.weights.engine_calls import ReceivingEngines, StreamedVersion
 
 if TYPE_CHECKING:

@@ -4,17 +4,14 @@
     ScorerWorker.run():     one round of the stage after the other ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
-and each gets its share of the rows. Ranks that split the work on the same rows ask for the same
-share, and one of them answers for it.
+and each gets its share of the rows. Ranks that split the work on the same rows ask for the same share, and one of them
+answers for it.
+
+Every rank has its share of a round, or none computes it: a rank that computed alone would wait for the others in a
+collective. So ranks exchange the outcomes of their requests before anything is computed (`SharedRounds`): a store that
+is gone, or rows on a node that does not answer.
 
 Legend: _N rows (samples) of this rank.
-
-All ranks of a model take the store's rounds together: every rank has its share of a round, or none computes it.
-
-    begin ─▶ number of the first round     take ─▶ this rank's share of a round, once every rank has its own
-
-A rank that computed alone would wait for the others in a collective. So ranks exchange the outcomes of their requests
-before anything is computed: a store that is gone, or rows on a node that does not answer.
 """
 
 import threading
@@ -22,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,13 +32,17 @@ from penstock.store.errors import RowsLost, RowsUnreachable
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.report import StepReport, TokenValues, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TokenValues, TrainedRows
 from penstock.workers.trainer.token_recorder import TokenRecorder, with_places
 
 PAUSE_S = 1.0
 """Seconds before a round is asked for again whose rows lie on a node that does not answer."""
-HAVE, CLOSED, OVER, UNREADABLE, FAILED = range(5)
-"""Outcomes of a request."""
+
+
+class RoundState(Enum):
+    """State of a round, as a rank's request found it."""
+
+    READY, CLOSED, OVER, UNREADABLE, FAILED = range(5)
 
 
 class Peers(Protocol):
@@ -77,10 +79,10 @@ ALONE = Alone()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """The outcome of one rank's request."""
 
-    kind: int
+    state: RoundState
     error: str = ""
     number: int = 0
     gives_up: bool = False
@@ -100,12 +102,12 @@ class SharedRounds:
 
     def begin(self, store: SyncStoreClient) -> int:
         """Return the number of the first round. Rows under way, of ranks whose place these take, go back."""
-        number, failure = 0, None
+        mine, failure = RoundOutcome(RoundState.READY), None
         try:
-            number = store.settle(self._stage) if self._peers.rank == 0 else 0
+            if self._peers.rank == 0:
+                mine = RoundOutcome(RoundState.READY, number=store.settle(self._stage))
         except PenstockError as error:
-            failure = error
-        mine = Outcome(HAVE, number=number) if failure is None else Outcome(FAILED, str(failure))
+            mine, failure = RoundOutcome(RoundState.FAILED, str(error)), error
         return self._exchanged(mine, failure)[0].number
 
     def take(self, store: SyncStoreClient, number: int) -> SharedLease | None:
@@ -119,31 +121,31 @@ class SharedRounds:
                 lease = store.lease_shared(
                     self._stage, number, self._peers.data_rank, self._peers.num_data_ranks, self._max_units
                 )
-                mine = Outcome(CLOSED if lease is None else HAVE)
+                mine = RoundOutcome(RoundState.CLOSED if lease is None else RoundState.READY)
             except (RowsUnreachable, RowsLost) as error:
                 failure, unreadable_since = error, unreadable_since or time.monotonic()
                 gives_up = time.monotonic() - unreadable_since > store.spec().lease_timeout_s
-                mine = Outcome(UNREADABLE, str(error), gives_up=gives_up)
+                mine = RoundOutcome(RoundState.UNREADABLE, str(error), gives_up=gives_up)
             except PenstockError as error:
                 failure, is_over = error, isinstance(error, LeaseExpired) and self._moves_on
-                mine = Outcome(OVER if is_over else FAILED, str(error))
+                mine = RoundOutcome(RoundState.OVER if is_over else RoundState.FAILED, str(error))
             outcomes = self._exchanged(mine, failure)
-            kinds = {outcome.kind for outcome in outcomes}
-            if kinds == {HAVE}:
+            states = {outcome.state for outcome in outcomes}
+            if states == {RoundState.READY}:
                 return lease
-            if UNREADABLE in kinds:
+            if RoundState.UNREADABLE in states:
                 time.sleep(PAUSE_S)
                 number = self.begin(store)
-            elif OVER in kinds:
+            elif RoundState.OVER in states:
                 number += 1
             else:
                 return None
 
-    def _exchanged(self, mine: Outcome, failure: PenstockError | None) -> list[Outcome]:
+    def _exchanged(self, mine: RoundOutcome, failure: PenstockError | None) -> list[RoundOutcome]:
         """Outcomes of every rank. Raises if one of them has failed or gives up."""
-        outcomes: list[Outcome] = self._peers.gather_ranks(mine)
+        outcomes: list[RoundOutcome] = self._peers.gather_ranks(mine)
         for rank, outcome in enumerate(outcomes):
-            if outcome.kind == FAILED or outcome.gives_up:
+            if outcome.state == RoundState.FAILED or outcome.gives_up:
                 if failure is not None:
                     raise failure
                 raise PartnerGone(f"rank {rank} has no rows of stage {self._stage!r}: {outcome.error}")

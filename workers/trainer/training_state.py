@@ -14,8 +14,8 @@ from penstock.workers.runtime.url_files import SavedFile
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 from penstock.workers.trainer.checkpointing.saver import Saver, num_copy_bytes
 from penstock.workers.trainer.checkpointing.shard_files import check_files, load, read_carried
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
 
 

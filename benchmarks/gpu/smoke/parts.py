@@ -18,7 +18,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.rollout_worker import response_columns
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 
 PROMPT = list(range(5, 21))

@@ -15,8 +15,8 @@ from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import EngineSpec
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 
 MODEL = FreshModelConfig(
     num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=2, max_position_embeddings=256

@@ -1,9 +1,11 @@
 """Makes the actors of a run, one at a time, also in place of those that died: what each is told, and where it goes."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from penstock.algorithms.graph.columns import HINTED
@@ -31,12 +33,11 @@ from penstock.workers.protocols import AdapterLimits, EngineSpec
 from penstock.workers.reward.reward_actor import Reward, RewardPlan
 from penstock.workers.reward.reward_worker import RewardStage
 from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
-from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.trainer.rank_spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 from penstock.workers.user_code import file_of, with_file
 
-READERS = ("rollout", "trainer", "scorer", "reward", "environment")
-"""Roles that read files of the driver."""
+FilesOf = Callable[[Path], FileSet]
 MANY_CALLS = 10_000
 """Concurrency of async actors: calls wait inside, they do not compute."""
 
@@ -87,35 +88,34 @@ class ActorMaker:
     def bring_files(self) -> None:
         """Bring what actors read from the driver's disk to the nodes that they are on. Raises `ResourceError`,
         `DeadlineExceeded`."""
-        plan = self._table.plan
-        nodes = {role: {self._node_of(actor.name) for actor in plan if actor.role == role} for role in READERS}
-        self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"] | nodes["environment"])
-        for stage in dict.fromkeys(actor.stage for actor in plan if actor.role == "scorer"):
-            self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
-        if self._resumed is not None:
-            self._files.provide(self._resumed.trainer, nodes["trainer"], FileSet.of_directory)
-        self._files.provide(self._judge_path, {self._node_of(actor.name) for actor in plan if self._judges(actor)})
-        self._bring_code(nodes["reward"] | nodes["environment"])
+        nodes: dict[tuple[str, FilesOf], set[str]] = defaultdict(set)
+        for actor in self._table.plan:
+            for files in self._files_of(actor):
+                nodes[files].add(self._node_of(actor.name))
+        for (path, files_of), readers in nodes.items():
+            self._files.provide(path, readers, files_of)
 
     def bring_files_of(self, actor: ActorPlan, node: str) -> None:
         """Bring the files of an actor that joins or moves to its node, which may be new."""
-        if actor.role in ("rollout", "trainer", "environment"):
-            self._files.provide(self._model_path, {node})
-        elif actor.role == "scorer":
-            self._files.provide(self._scored_by(self._flow.stage(str(actor.stage))), {node})
-        if self._judges(actor):
-            self._files.provide(self._judge_path, {node})
-        if actor.role in ("reward", "environment"):
-            self._bring_code({node})
-        if actor.role == "trainer" and self._resumed is not None:
-            self._files.provide(self._resumed.trainer, {node}, FileSet.of_directory)
+        for path, files_of in self._files_of(actor):
+            self._files.provide(path, {node}, files_of)
 
-    def _bring_code(self, nodes: Collection[str]) -> None:
-        named = [self._config.reward.function, self._config.environment.name or ""]
-        named += [reward.function for reward in self._config.rewards]
-        named += [value for value in self._config.environment.options.values() if _is_code(value)]
-        for file in filter(None, [*self._config.imports, *map(file_of, named)]):
-            self._files.provide(file, nodes, FileSet.of_code)
+    def _files_of(self, actor: ActorPlan) -> Iterator[tuple[str, FilesOf]]:
+        """Paths that an actor reads, each with the way to find what belongs to it."""
+        if actor.role in ("rollout", "trainer", "environment"):
+            yield self._model_path, FileSet.of_model
+        if actor.role == "scorer":
+            yield self._scored_by(self._flow.stage(str(actor.stage))), FileSet.of_model
+        if actor.role == "trainer" and self._resumed is not None:
+            yield self._resumed.trainer, FileSet.of_directory
+        if self._judges(actor):
+            yield self._judge_path, FileSet.of_model
+        if actor.role in ("reward", "environment"):
+            named = [self._config.reward.function, self._config.environment.name or ""]
+            named += [reward.function for reward in self._config.rewards]
+            named += [value for value in self._config.environment.options.values() if _is_code(value)]
+            for file in filter(None, [*self._config.imports, *map(file_of, named)]):
+                yield file, FileSet.of_code
 
     def local(self, name: str, path: str) -> str:
         """The path under which the actor of that name finds a file of the driver."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 
 PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 """Phases of `timing_s/` and of the report's plot of time, besides `step`."""

@@ -19,7 +19,7 @@ from penstock.orchestrator.observability.reporting.step_log import QUICK_S
 from penstock.orchestrator.run_directory.picture_folder import COLUMN, FOLDER, PictureFolder
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import TokenValues
+from penstock.workers.trainer.step_report import TokenValues
 
 COLUMNS = (
     "task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions",

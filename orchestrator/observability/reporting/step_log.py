@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.orchestrator.cluster.ray_calls import Kind, kind_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.ray_calls import Kind, kind_of
 from penstock.orchestrator.observability.reporting.metrics import (
     GROUPS,
     StepTimes,
@@ -22,7 +22,7 @@ from penstock.orchestrator.observability.reporting.progress import ProgressDispl
 from penstock.orchestrator.observability.reporting.sinks import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.reward.reward_worker import LOGGED_COUNT, LOGGED_SUM
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""

@@ -27,7 +27,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.signals import Interrupt
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 from tests.fakes.actors import Call, FakeHandle, never
 from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 from tests.orchestrator.one_node import on_one_node

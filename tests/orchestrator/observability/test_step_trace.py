@@ -14,7 +14,7 @@ from penstock.orchestrator.run_directory.json_lines import read_lines
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.timeline import Span, Work, WorkReport
 from penstock.store.errors import StoreUnreachable
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 
 NOW = 1_000_000.0
 NAMES = {"trainer": ["Trainer-policy-0", "Trainer-policy-1"], "rollout": ["Rollout-0"]}

@@ -12,7 +12,7 @@ import pytest
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.recovery.takeover import TakeoverPoint, settle_ranks
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.step_report import StepReport
 from tests.amounts import amount
 from tests.fakes.actors import FakeHandle
 from tests.orchestrator.scripted_fleet import (

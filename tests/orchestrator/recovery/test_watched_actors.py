@@ -48,9 +48,9 @@ def make(cluster: str) -> Iterator[Make]:
 @pytest.fixture
 def agent(make: Make, tmp_path: Path) -> Iterator[tuple[Any, str]]:
     """And where processes write their stacks."""
-    from penstock.workers.node.node_actor import NodeAgent
+    from penstock.workers.node.node_actor import NodeAgentActor
 
-    handle = make(NodeAgent, str(tmp_path / "penstock-run"), new_token(), None, None, None)
+    handle = make(NodeAgentActor, str(tmp_path / "penstock-run"), new_token(), None, None, None)
     ray.get(handle.facts.remote())
     yield handle, str(tmp_path / "penstock-run" / STACKS)
     ray.get(handle.close.remote())
@@ -158,7 +158,7 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
     from penstock.store.client.store_client import StoreClient
     from penstock.store.service.store_actor import create_store_actor, end_store_actor
     from penstock.workers.fresh_model import build_fresh_model
-    from penstock.workers.trainer.spec import TrainerSpec
+    from penstock.workers.trainer.rank_spec import TrainerSpec
     from penstock.workers.trainer.trainer_actor import Trainer
 
     model = FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1)

@@ -22,7 +22,7 @@ from penstock.workers.protocols import Completion, EngineSpec, Publication, Samp
 from penstock.workers.rollout.engine_hf import sampling_logprobs
 from penstock.workers.rollout.rollout_engines import make_engine
 from penstock.workers.trainer.models.vision import PictureCache
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.weights.checkpoint_form import CheckpointForm
 from tests.publications import write_publication
 from tests.vision_models import END, IMAGE, START, picture

@@ -19,8 +19,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import adapter_arguments
 from penstock.workers.rollout.engine_vllm_adapters import VllmAdapterEngine
-from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.publication.adapter import adapted_layers, layout_of, tensor_name
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
+from penstock.workers.weights.publication.adapter import adapted_layers, adapter_layout, tensor_name
 from tests.mixtures import build_mixture
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import FakeLLM, fail, is_serving
@@ -62,7 +62,7 @@ def publications(tiny_model: Path, tmp_path: Path) -> Iterator[Publication]:
 
 
 def adapter_of(model: Path, root: Path, config: LoraConfig, version: int = 1) -> Publication:
-    places = layout_of(adapted_layers(str(model), config), config, "float32").tensors
+    places = adapter_layout(adapted_layers(str(model), config), config, "float32").tensors
     return write_publication(root, version, [(place.name, torch.full(place.shape, version / 9)) for place in places])
 
 
@@ -80,7 +80,7 @@ def test_the_first_adapter_is_zeros_under_the_version_of_the_start(tiny_model: P
     llm = FakeAdapterLLM()
     made(llm, tiny_model)
     ((request, data),) = llm.added
-    layout = layout_of(adapted_layers(str(tiny_model), LORA), LORA, "float32")
+    layout = adapter_layout(adapted_layers(str(tiny_model), LORA), LORA, "float32")
     assert (request.lora_int_id, request.load_inplace) == (1, False)
     assert data == layout.header + bytes(layout.num_bytes - len(layout.header))
 

@@ -15,7 +15,7 @@ from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, EngineSpec, RolloutEngine, Sampling
 from penstock.workers.rollout.rollout_engines import make_engine
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.weights.weight_senders import SendingRank, StreamTransport
 from tests.mixtures import build_mixture
 

@@ -17,11 +17,11 @@ from penstock.store.data.rows import Rows
 from penstock.workers.agents.gateway.chat_formats import TemplateFormat
 from penstock.workers.agents.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.agents.trajectory import Trajectory, row_columns
-from penstock.workers.pictures.processor import opened
+from penstock.workers.pictures.processor import rgb_image
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.trainer.models.vision import PictureCache
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from tests.vision_models import picture
 from tests.workers.rollout.seeing import (
     BAR,
@@ -173,7 +173,7 @@ def test_a_model_of_text_refuses_pictures_by_name(tiny_model: Path, eyes: Eyes) 
 def test_vllm_expands_tokens_again_where_it_is_left_to_process(served: Served, eyes: Eyes) -> None:
     """Why prompts come to it as features with their places: nothing says that another prompt was read."""
     prompt, pictures = eyes.prompt(TWO[:1])
-    images = {"image": [opened(picture) for picture in pictures.encoded]}
+    images = {"image": [rgb_image(picture) for picture in pictures.encoded]}
 
     async def asked() -> int:
         from penstock.workers.rollout.engine_vllm import sampling_params

@@ -17,8 +17,8 @@ from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfi
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import deepspeed
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece, boxes
 
 FRESH = FreshModelConfig(

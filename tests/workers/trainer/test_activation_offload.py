@@ -13,10 +13,10 @@ from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.engines import engine as engine_module
-from penstock.workers.trainer.engines.engine import HostActivations
+from penstock.workers.trainer.engines import train_engine as engine_module
+from penstock.workers.trainer.engines.train_engine import HostActivations
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.scalar import CriticTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import assert_same, copy_of_weights, random_rows
 
 Make = Callable[..., PolicyTrainer]

@@ -18,16 +18,16 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.workers.trainer.assembly import (
     NUM_ROWS,
     NUM_TOKENS,
-    _trial_rows,
     assemble_scorer,
     assemble_trainer,
     seconds_per_token,
+    trial_rows,
     use_threads,
 )
 from penstock.workers.trainer.memory_slots import complete_steps
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
+from penstock.workers.trainer.rank_spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.scalar import ScalarTrainer
-from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 from tests.workers.trainer.test_worker import fill, flow, make_store
 
@@ -164,8 +164,8 @@ def test_each_number_of_threads_is_tried_and_nothing_that_is_trained_changes(
 
 
 def test_rows_that_are_tried_fit_the_model() -> None:
-    assert _trial_rows(16).lengths("response_ids").tolist() == [15] * NUM_ROWS
-    assert _trial_rows(4096).lengths("response_ids").tolist() == [NUM_TOKENS] * NUM_ROWS
+    assert trial_rows(16).lengths("response_ids").tolist() == [15] * NUM_ROWS
+    assert trial_rows(4096).lengths("response_ids").tolist() == [NUM_TOKENS] * NUM_ROWS
 
 
 def test_no_number_leaves_the_threads_as_they_are() -> None:

@@ -14,7 +14,7 @@ from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.builtin.imitation import divergence_loss
 from penstock.conf.errors import DataError, DataflowError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from tests.workers.trainer.conftest import ENGINES, copy_of_weights
 from tests.workers.trainer.test_packing import LINEAR, assert_near

@@ -17,8 +17,8 @@ from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, T
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.epoch import Epoch
 from penstock.workers.runtime.serving import IDLE, KEEPING, PUBLISHING, UPDATING, WAITING, Phases
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Meeting, Ranks, collective_error
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 from tests.workers.trainer.conftest import random_rows
 

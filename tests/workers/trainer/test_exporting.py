@@ -24,8 +24,8 @@ from penstock.conf.errors import ModelError, WeightError
 from penstock.store.data.rows import Rows
 from penstock.workers.models.model_files import INDEX, check_exported, model_files
 from penstock.workers.trainer.assembly import assemble_trainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.publishing import plan_files
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
 from tests.model_files import load_model
 from tests.small_files import files_up_to
@@ -160,7 +160,7 @@ import shutil, sys
 from pathlib import Path
 from penstock.conf.errors import ModelError, WeightError
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 
 place = Path(sys.argv[1])
 trainer = PolicyTrainer(TrainerConfig(), MODEL)

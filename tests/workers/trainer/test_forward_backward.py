@@ -11,7 +11,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import ConfigError, DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import AdamParams
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, assert_same
 
 Make = Callable[..., PolicyTrainer]

@@ -21,7 +21,7 @@ from transformers import (
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_hf import HfEngine
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.weights.checkpoint_form import keeps_float32
 from penstock.workers.weights.weight_senders import SendingRank, WeightStream
 

@@ -22,9 +22,9 @@ from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer import memory_checkpoint
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.memory_slots import SLOTS, complete_steps
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import CriticTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.publication import publication as publications
 from penstock.workers.weights.publication.publication import DeviceCopies

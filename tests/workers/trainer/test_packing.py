@@ -22,8 +22,8 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.agents.trajectory import Trajectory, row_columns
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import ENGINES, copy_of_weights
 

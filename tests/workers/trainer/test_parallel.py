@@ -20,8 +20,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import mesh, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.language_model import load_causal_lm
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.trainer_worker import Alone, ScorerWorker, TrainerWorker
 from tests.workers.trainer.conftest import as_reference
 

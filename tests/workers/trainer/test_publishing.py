@@ -17,8 +17,8 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer import publishing
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.publishing import Publisher
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.publication_files import MappedWeights, open_publication
 from tests.workers.trainer.conftest import ENGINES

@@ -145,7 +145,7 @@ HUB = """
 import sys
 from pathlib import Path
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 trainer = PolicyTrainer(TrainerConfig(), sys.argv[1])
 trainer.export(sys.argv[2])
 trainer.close()

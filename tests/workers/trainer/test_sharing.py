@@ -15,8 +15,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.agents.trajectory import Trajectory, row_columns
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel, hidden_states
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.minibatches import plan_trees
 from tests.workers.histories import turn

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from penstock.metering.meters import Meters
-from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.step_meter import ModelSize, StepMeter, clock, peak_flops, size_of
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 from tests.metering.measured import measured
 
 

@@ -16,9 +16,9 @@ from penstock.conf.trainer import LoraConfig
 from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import TokenValues
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
+from penstock.workers.trainer.step_report import TokenValues
 from penstock.workers.trainer.token_recorder import PLACES, TokenRecorder, with_places
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.trainer_worker import TrainerWorker
 from penstock.workers.trainer.update.sequences import without_old_turns
 from tests.workers.histories import turn

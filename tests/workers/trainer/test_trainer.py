@@ -18,8 +18,8 @@ from penstock.conf.errors import DataError, DataflowError, ModelError
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Trainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import TEMPERATURES
 from tests.workers.trainer.conftest import ENGINES
@@ -308,7 +308,7 @@ def test_times_of_an_update_are_told_by_the_devices_clock(
     make_trainer: Make, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, seconds = make_trainer(), itertools.count()
-    monkeypatch.setattr("penstock.workers.trainer.trainer.clock", lambda device: float(next(seconds)))
+    monkeypatch.setattr("penstock.workers.trainer.policy_trainer.clock", lambda device: float(next(seconds)))
     expected = {"plan": 1.0, "forward": 1.0, "backward": 1.0, "optimizer": 1.0, "update": 8.0}
     assert trainer.update(make_rows(6), sft_loss).seconds == expected
 

@@ -21,8 +21,8 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.protocols import UpdateReport
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
-from penstock.workers.trainer.report import StepReport, TrainedRows
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer_worker import ScorerWorker, TrainerWorker
 from tests.workers.trainer.conftest import as_reference
 

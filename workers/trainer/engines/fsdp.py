@@ -3,7 +3,7 @@
 Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors
 split along dim 0, so that a rank's part of one is a range of its elements; of several copies of the model (`mesh.py`)
 each has the same ranges. Tensor parallelism splits them before that (`tensor_parallel.py`), sequence parallelism splits
-what they are applied to (`ulysses.py`). A `TrainEngine` (`engine.py`).
+what they are applied to (`ulysses.py`). A `TrainEngine` (`train_engine.py`).
 
 Legend: R copies, F ranks that FSDP2 splits one over, T ranks of tensor parallelism.
 """
@@ -21,7 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.workers.protocols import AdamParams
-from penstock.workers.trainer.engines.engine import (
+from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
+from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
+from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
+from penstock.workers.trainer.engines.train_engine import (
     HOST,
     MOMENTS,
     give_back,
@@ -34,9 +37,6 @@ from penstock.workers.trainer.engines.engine import (
     set_num_steps,
     set_params,
 )
-from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
-from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
-from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights

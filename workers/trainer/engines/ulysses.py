@@ -22,8 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.models import packed_attention
-from penstock.workers.trainer.update.layout import PAD_ID
 from penstock.workers.trainer.update.picture_places import Pictures
+from penstock.workers.trainer.update.token_layout import PAD_ID
 
 KEY = "trainer.sequence_parallel_size"
 ATTENTION = "penstock_ulysses"

@@ -26,8 +26,8 @@ from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, LogitChange, OutputLayer, whole_scores
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.update.layout import Blocks
 from penstock.workers.trainer.update.picture_places import Pictures
+from penstock.workers.trainer.update.token_layout import Blocks
 from penstock.workers.weights.checkpoint_form import HEAD
 
 FACTORS, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling", "logits_mup_width_multiplier")

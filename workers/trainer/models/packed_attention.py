@@ -1,5 +1,5 @@
-"""Attention over packed rows and trees (`update/layout.py`): the models that can be called so, and the function that
-they call.
+"""Attention over packed rows and trees (`update/token_layout.py`): the models that can be called so, and the function
+that they call.
 
     model.attention=sdpa               `attention`, below: one call of sdpa for all blocks of one length, or
                                        `TreeAttention`, in which a token attends to its ancestors and itself
@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.update.layout import Blocks, Trees, mask_of
+from penstock.workers.trainer.update.token_layout import Blocks, Trees, mask_of
 
 BLOCK_TOKENS = 128
 """Queries, and keys, of a block of FlexAttention's kernel."""

@@ -1,2 +1,2 @@
 """The parts of an update: rows cut into micro-batches, the loss's arguments, the metrics. The loop around them is
-`trainer.py`."""
+`policy_trainer.py`."""

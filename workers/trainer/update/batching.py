@@ -3,9 +3,9 @@
     rows ──split_minibatches──▶ whole groups an optimizer step ──plan──▶ positions a micro-batch ──collate──▶ MicroBatch
 
 A micro-batch holds rows of similar length, padded on the right to its longest, or any rows one after the other without
-padding (`trainer.packing`), or the rows of groups as trees (`trainer.share_prefixes`):
-`layout.py` says where their tokens stand. A row is one sequence, or if it is a trajectory several (`sequences.py`);
-none is cut apart from the others of its row.
+padding (`trainer.packing`), or the rows of groups as trees (`trainer.share_prefixes`): `token_layout.py` has the places
+of their tokens. A row is one sequence, or if it is a trajectory several (`sequences.py`); none is cut apart from the
+others of its row.
 
 Legend: B rows of the micro-batch, S their sequences (S = B where none is a trajectory), L tokens of the longest one, T
 of the longest response, N response tokens. Packed, S is 1 and L the tokens of all sequences. W bytes of a token's
@@ -23,9 +23,9 @@ from torch import Tensor
 from penstock.algorithms.graph.columns import CANDIDATES, ROUTED_EXPERTS
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.update.layout import PAD_ID, Blocks, Layout, Trees
 from penstock.workers.trainer.update.picture_places import PictureReader, Pictures, pictures_of, place
 from penstock.workers.trainer.update.sequences import TARGETS, TEMPERATURES, Shapes, select, sequences_of, shapes_of
+from penstock.workers.trainer.update.token_layout import PAD_ID, Blocks, TokenLayout, Trees
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
@@ -266,9 +266,9 @@ def collate(
     """
     sequences = sequences_of(rows, positions)
     if shared:
-        layout = Layout.trees(sequences.token_ids, rows.group_ids[positions][sequences.row_S])
+        layout = TokenLayout.trees(sequences.token_ids, rows.group_ids[positions][sequences.row_S])
     else:
-        layout = Layout.packed(sequences.token_ids) if packed else Layout.padded(sequences.token_ids)
+        layout = TokenLayout.packed(sequences.token_ids) if packed else TokenLayout.padded(sequences.token_ids)
     place_N = layout.places(sequences.sequence_N, sequences.place_N)
     num_sampled_B = sequences.num_sampled_B
     width_response = max(1, int(num_sampled_B.max()))

@@ -8,7 +8,7 @@ the trainer has. Its arguments are found once, from its signature.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 
-The choice of the rows that are computed as trees (`layout.py`): those whose sequences begin alike, where it pays.
+The choice of the rows that are computed as trees (`token_layout.py`): those whose sequences begin alike, where it pays.
 Pure.
 """
 
@@ -31,9 +31,9 @@ from penstock.workers.protocols import Loss
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch, plan_packed
-from penstock.workers.trainer.update.layout import shared_prefixes
 from penstock.workers.trainer.update.picture_places import PictureReader, picture_weights
 from penstock.workers.trainer.update.sequences import Shapes, sequences_of
+from penstock.workers.trainer.update.token_layout import shared_prefixes
 
 
 def plan_trees(

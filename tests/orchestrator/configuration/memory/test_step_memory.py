@@ -19,7 +19,7 @@ from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import fsdp
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 
 QWEN2 = FreshModelConfig(
     num_layers=3, hidden_size=128, intermediate_size=352, num_heads=4, num_kv_heads=2, max_position_embeddings=256

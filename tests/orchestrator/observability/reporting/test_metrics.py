@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, rank_metrics, step_metrics
 from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_report import StepReport, TrainedRows
 
 TIMES = StepTimes(
     step_s=2.0, phase_s={"rollout": 1.2, "train": 0.5, "evaluation": 0.1}, busy_s={"rollout": 1.5, "train": 0.5}

@@ -19,7 +19,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 from penstock.workers.agents.trajectory import Trajectory, Turn, row_columns
 from penstock.workers.pictures.prompt_pictures import PromptPictures
-from penstock.workers.trainer.report import TokenValues
+from penstock.workers.trainer.step_report import TokenValues
 from tests.fakes.actors import FakeHandle
 from tests.run_files import samples_of
 

@@ -8,7 +8,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import DataError, NotStarted
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.protocols import AdamParams, AdapterSpec, LossCall
-from penstock.workers.trainer.spec import TrainerSpec
+from penstock.workers.trainer.rank_spec import TrainerSpec
 from penstock.workers.trainer.trainer_actor import Trainer
 from tests.workers.trainer.adapters.conftest import assert_equal, data_of
 

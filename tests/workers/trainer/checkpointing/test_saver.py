@@ -24,9 +24,9 @@ from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import INDEX, load
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.piece import Piece
 from tests.amounts import amount

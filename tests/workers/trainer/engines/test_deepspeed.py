@@ -16,7 +16,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine, load_deepspeed, settings
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from tests.workers.trainer.conftest import assert_same, put_state, random_rows, whole_state
 
 Make = Callable[..., PolicyTrainer]
@@ -169,5 +169,5 @@ def test_a_device_that_it_does_not_compute_on_is_refused(make_trainer: Make) -> 
 
 @pytest.mark.real
 def test_fsdp_does_not_import_it() -> None:
-    program = "import sys, penstock.workers.trainer.trainer; sys.exit('deepspeed' in sys.modules)"
+    program = "import sys, penstock.workers.trainer.policy_trainer; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -13,11 +13,11 @@ from penstock.conf.errors import ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import AdamParams
-from penstock.workers.trainer.engines.engine import learning_rate, make_engine
+from penstock.workers.trainer.engines.train_engine import learning_rate, make_engine
 from penstock.workers.trainer.models.language_model import PolicyModel, load_causal_lm, open_causal_lm
 from penstock.workers.trainer.models.token_scores import LogitChange
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole, whole_state
 
 Make = Callable[..., PolicyTrainer]

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from tests.amounts import IS_MANY
 
 pytestmark = pytest.mark.real

@@ -25,8 +25,8 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.lora import hf_name, is_adapter
 from penstock.workers.trainer.models.language_model import load_causal_lm
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.scalar import ScalarTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import (
     adapted_layers,
     adapter_layout,

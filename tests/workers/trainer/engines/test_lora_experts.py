@@ -19,7 +19,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.engines.tensor_parallel import split_plan
 from penstock.workers.trainer.models.language_model import load_causal_lm
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import find_targets
 from tests.mixtures import build_mixture
 from tests.model_files import logprobs_by

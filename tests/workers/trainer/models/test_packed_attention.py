@@ -13,7 +13,7 @@ from transformers.modeling_flash_attention_utils import _lazy_define_process_fun
 from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import hidden_states
-from penstock.workers.trainer.update.layout import Blocks, mask_of
+from penstock.workers.trainer.update.token_layout import Blocks, mask_of
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -16,8 +16,8 @@ from penstock.workers.pictures.families import FAMILIES
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel
 from penstock.workers.trainer.models.vision import blank_picture, freeze_tower, tower_cost, vision_tower
-from penstock.workers.trainer.update.layout import Blocks
 from penstock.workers.trainer.update.picture_places import Pictures, PlacedPicture, num_tokens, place
+from penstock.workers.trainer.update.token_layout import Blocks
 from tests.workers.trainer.seeing import PAD, merge_of, model_that_sees, picture
 
 GAP = 1e-5

@@ -21,7 +21,7 @@ from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.rollout_worker import response_columns
 from penstock.workers.trainer.models.routing import Routers, check_weights
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from tests.mixtures import SIZES, build_mixture
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import assert_same

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from penstock.workers.trainer.models.packed_attention import TreeAttention
-from penstock.workers.trainer.update.layout import Trees
+from penstock.workers.trainer.update.token_layout import Trees
 
 
 class Layer(nn.Module):

@@ -44,12 +44,12 @@ from penstock.algorithms.losses.preference import (
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.assembly import TrainerParts, assemble_scorer, assemble_trainer
-from penstock.workers.trainer.engines import engine
+from penstock.workers.trainer.engines import train_engine
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
+from penstock.workers.trainer.rank_spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
-from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.publication import publication as publications
 from penstock.workers.weights.publication.publication_files import MappedWeights
@@ -357,7 +357,7 @@ def failure_of(claim: Callable[[], None]) -> str | None:
 if __name__ == "__main__":
     PATHS.extend(map(Path, sys.argv[1:3]))
     torch.set_num_threads(1)
-    engine.MIN_OFFLOADED_BYTES = 0
+    train_engine.MIN_OFFLOADED_BYTES = 0
     gc.freeze()  # what is imported is no garbage, and is not looked through each time
     Ranks.join(TrainerConfig(num_gpus_per_rank=int(ON_A_GPU)))  # the process group, which all trainers share
     if ON_A_GPU:

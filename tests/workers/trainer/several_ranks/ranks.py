@@ -23,8 +23,8 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer import publishing
 from penstock.workers.trainer.engines import deepspeed, fsdp
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.weights.publication import publication
 from tests.workers.trainer.conftest import ENGINES, put_state, random_rows, whole_state

@@ -24,8 +24,8 @@ from penstock.workers.trainer import memory_checkpoint
 from penstock.workers.trainer.engines import deepspeed
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.memory_slots import complete_steps
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from tests.workers.trainer.conftest import ENGINES, FRESH, random_rows
 

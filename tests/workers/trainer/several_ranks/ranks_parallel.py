@@ -24,9 +24,9 @@ from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.models.token_scores import LogitChange
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.scalar import CriticTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.tally import with_explained_variance
 from penstock.workers.weights.piece import Piece

@@ -15,8 +15,8 @@ import torch
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engines import fsdp
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
-from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from tests.workers.trainer.conftest import ENGINES
 from tests.workers.trainer.seeing import MadeUp, rows_with

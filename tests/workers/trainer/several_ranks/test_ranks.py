@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.protocols import Publication
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.weights.publication.publication_files import MappedWeights
 from tests.model_files import load_model
 from tests.rank_processes import run_ranks

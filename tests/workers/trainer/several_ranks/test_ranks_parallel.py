@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from tests.mixtures import build_mixture
 from tests.model_files import load_model

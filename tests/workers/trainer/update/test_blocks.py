@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.trainer.update.layout import Blocks, mask_of
+from penstock.workers.trainer.update.token_layout import Blocks, mask_of
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 CPU = torch.device("cpu")

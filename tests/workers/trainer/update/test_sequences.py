@@ -15,7 +15,7 @@ from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode
 from penstock.workers.agents.trajectory import Trajectory, Turn, row_columns, segments_of
 from penstock.workers.pictures.prompt_pictures import PromptPictures
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import sequences_of, shapes_of, without_old_turns
 from tests.amounts import amount

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from penstock.workers.trainer.update import layout as module
-from penstock.workers.trainer.update.layout import Trees
+from penstock.workers.trainer.update import token_layout as module
+from penstock.workers.trainer.update.token_layout import Trees
 
 PROMPT = list(range(100, 120))
 SEQUENCES = st.lists(

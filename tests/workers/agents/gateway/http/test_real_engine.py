@@ -26,7 +26,7 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from tests.publications import write_publication
 from tests.workers.agents.gateway.chat_models import SPECIAL, TEMPLATES
 from tests.workers.agents.gateway.http.agents import KINDS

@@ -1,5 +1,5 @@
 """A rank of a trainer: log-probabilities, updates, publications. Its engine decides where weights, gradients and
-optimizer states lie (`engines/engine.py`).
+optimizer states lie (`engines/train_engine.py`).
 
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
                          └──────────────────────── forward_backward(rows, loss) ────────────────────┘   optim_step()
@@ -29,8 +29,8 @@ from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.protocols import AdamParams, Loss, Publication, UpdateReport
-from penstock.workers.trainer.engines.engine import HostActivations, learning_rate, make_engine
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
+from penstock.workers.trainer.engines.train_engine import HostActivations, learning_rate, make_engine
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import (
     PolicyModel,

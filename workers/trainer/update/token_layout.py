@@ -207,10 +207,10 @@ def _merged(ranges: list[Range]) -> tuple[Range, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """Sequences laid out.
 
-    layout = Layout.padded(token_ids)
+    layout = TokenLayout.padded(token_ids)
     layout.places(sequence_N, place_N)    # places in the flattened `ids_SL` of tokens of sequences
     """
 

@@ -1,6 +1,6 @@
 """The interface of the trainer's engines, which hold a sharded model and its optimizer, and what all of them share.
 
-`trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie meanwhile:
+`policy_trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie:
 FSDP2 (`fsdp.py`) or DeepSpeed (`deepspeed.py`), as `trainer.engine` names it. Every rank makes the same calls in the
 same order, since most of them communicate.
 
