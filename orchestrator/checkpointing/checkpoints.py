@@ -1,4 +1,5 @@
-"""The checkpoints of a run as files: which are complete, which may be deleted, what one holds, and the models it names.
+"""The checkpoints of a run: as files (`Checkpoints`), and how they are taken while it continues, at step boundaries
+(`CheckpointWriter`).
 
     checkpoints/global_step_20/
         trainer/         weights and optimizer in shards with an index, and what is no tensor, written by the ranks
@@ -6,33 +7,52 @@
         manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
         COMPLETE         written last, once all else survives a power cut: without it, the checkpoint does not count
 
-Checkpoints are written while training goes on. The place may be an fsspec URL. A model that was made for a run with a
-URL as output_dir (a fresh one, a warm start's) lies in the run's working copy, which is elsewhere on another machine: a
-checkpoint names it by its URL.
+The place may be an fsspec URL. A model that was made for a run with a URL as output_dir (a fresh one, a warm start's)
+lies in the run's working copy, which is elsewhere on another machine: a checkpoint names it by its URL.
+
+    begin(N):  trainers begin (they copy while the next batch is sampled) ─▶ store.cut ─▶ prompts' place
+                  │ all of one moment: no update is under way
+    meanwhile: store.snapshot, trainers finish ─▶ collected from other disks ─▶ all there? ─▶ manifest, sync, marker
+
+Checkpoints are taken one at a time: a second waits for the first. If one fails, the failure is reported and counted,
+and what it has written is removed (it may be what filled the disk). The run continues, since its last good checkpoint
+is still there; only the last checkpoint of a run must not fail. One that missed its deadline may still be being
+written: the trainers begin no other before it has ended, so those due meanwhile are skipped. What it writes late is
+removed before the next.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from penstock.conf.errors import CheckpointError, DamagedCheckpoint
+from penstock.conf.errors import CheckpointError, DamagedCheckpoint, PenstockError, ResourceError
 from penstock.conf.faults import CheckpointConfig
+from penstock.conf.run import RunConfig
 from penstock.network.names import OutsideName, below
-from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint
+from penstock.orchestrator.cluster.ray_calls import GRACE_S, answer, answers, cause_of, is_recoverable
+from penstock.orchestrator.run_context import RunContext
+from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint, trainer_directory
+from penstock.orchestrator.run_directory.json_lines import plain
 from penstock.orchestrator.run_directory.mirror import MirrorRecord, url_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.store.data import durable
+from penstock.store.service.snapshot import snapshot_files
 from penstock.workers.prompts.data_identity import DataIdentity
 from penstock.workers.prompts.order import CurriculumState, PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.runtime.local_files import staged_directory
 from penstock.workers.runtime.url_files import (
     SavedFile,
+    absolute,
     download,
     exists,
     file_fault,
@@ -286,3 +306,247 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
         path = f"{checkpoint.trainer}/{file.name}"
         if fault := size_fault(path, file.num_bytes):
             raise DamagedCheckpoint(f"{path} {fault}. {way_out(checkpoint.directory)}")
+
+
+RETRY_S = 1.0
+"""Seconds between two tries to begin the last checkpoint."""
+BRING_S = 60.0
+"""Longest wait until what the run has written is at its URL. A checkpoint counts all the same after that."""
+
+
+class CheckpointWriter:
+    """Lifecycle: `begin` at any number of step boundaries, `finish` at the end."""
+
+    def __init__(self, context: RunContext) -> None:
+        fleet, config = context.fleet, context.config
+        self._fleet, self._store, self._config = fleet, context.store, config
+        self._directory, self._progress = context.directory, context.progress
+        self._checkpoints = Checkpoints(checkpoint_place(config, context.directory), config.checkpoint)
+        self._writing: asyncio.Task[PenstockError | None] | None = None
+        resumed = fleet.resumed
+        is_own = resumed is not None and resumed.directory == self._checkpoints.directory(resumed.step)
+        self._newest = resumed.step if is_own and resumed is not None else None
+        """Step of the checkpoint that was begun last, or that the run goes on from: it is not written again."""
+        self._places: dict[str, str] = {}
+        """Directory that each rank writes to, by name: on its own disk, where it does not see the driver's."""
+        self._left: set[int] = set()
+        """Steps of failed checkpoints: a part of them may have come after they were removed."""
+        self.failed = 0
+        """Number of checkpoints that could not be written."""
+
+    def is_due(self, step: int, *, is_last: bool = False) -> bool:
+        """Return whether this step is to be saved. `is_last`: the run ends with it, before the steps that were asked
+        for."""
+        every = self._config.checkpoint.every_steps
+        if not every or step == self._newest:
+            return False
+        return is_last or step % every == 0 or step == self._config.trainer.max_steps
+
+    async def adopt(self, step: int | None, metrics: Mapping[str, Any]) -> None:
+        """Go on after another process, which may have died during a checkpoint: its ranks may write it still, and it
+        counts for nothing. `step`: the step whose checkpoint is taken if it is due and not there; None: that comes
+        later. Raises as `begin` does."""
+        if not self._config.checkpoint.every_steps:
+            return
+        with contextlib.suppress(CheckpointError):  # a place that does not answer is told by the next one
+            self._left |= set(await self._checkpoints.apart(self._checkpoints.unfinished))
+            if step is None:
+                return
+            if step in await self._checkpoints.apart(self._checkpoints.steps):
+                self._newest = step
+            elif self.is_due(step):
+                await self.begin(step, metrics, is_last=True)
+
+    async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
+        """Take the state of now, after step `step`. Returns its cost in seconds. `metrics`: those of that step, as far
+        as they are known. `is_last`: the checkpoint is the run's last, and waits for an earlier one that is late.
+        Raises `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no checkpoint can keep."""
+        started = time.monotonic()
+        await self.finish()
+        place = self._checkpoints.directory(step)
+        patience_s = self._config.checkpoint.timeout_s if is_last or step == self._config.trainer.max_steps else 0.0
+        why_not = (
+            f"{place}: not begun, because an earlier checkpoint has missed its deadline "
+            f"(checkpoint.timeout_s={self._config.checkpoint.timeout_s:g}) and is still being written. See whether "
+            "checkpoint.directory answers."
+        )
+        try:
+            if self._checkpoints.is_used_by_another:
+                raise CheckpointError(
+                    "what was begun there before the run returned has not ended. See whether it answers."
+                )
+            await self._checkpoints.apart(self._make_room, step)
+            begun = await self._trainers_begin(step, patience_s)
+        except (OSError, CheckpointError, ResourceError) as error:
+            begun, why_not = False, f"{place}: cannot be written: {error}"
+        if not begun:
+            self._writing = asyncio.create_task(self._not_begun(step, why_not))
+            return time.monotonic() - started
+        self._newest = step
+        try:
+            start = await self._cut(step)
+        except PenstockError as error:
+            if not is_recoverable(error):
+                raise
+            self._writing = asyncio.create_task(self._take_back(step, error))
+            return time.monotonic() - started
+        checkpoint = Checkpoint(
+            place, step, start, self._fleet.model_path, dict(self._config.model.paths), config=asdict(self._config),
+            head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy", metrics=plain(metrics),
+        )  # fmt: skip
+        checkpoint = with_models(checkpoint, lambda model: as_told(model, self._directory))
+        self._writing = asyncio.create_task(self._write_or_say(checkpoint))
+        return time.monotonic() - started
+
+    async def _cut(self, step: int) -> PromptStart:
+        """Take the store's state of now, and the prompts' place in it."""
+        admitted = await self._in_time(self._store.cut(), "Store", step)
+        name, prompts = (await self._fleet.present("prompts"))[0]
+        start: PromptStart = await self._in_time(prompts.start_after.remote(admitted), name, step)
+        return start
+
+    async def _trainers_begin(self, step: int, patience_s: float) -> bool:
+        """Return whether the trainers begin: they do not while one of them still writes an earlier checkpoint."""
+        trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
+        directory, epoch = trainer_directory(self._checkpoints.directory(step)), self._fleet.owner.epoch
+        self._places = dict.fromkeys([name for name, _ in trainers], directory)
+        with contextlib.suppress(OSError):  # one that cannot be made is told by the ranks
+            self._places = await self._fleet.places(directory)
+        while True:
+            calls = [(name, handle.begin_saving.remote(self._places[name], epoch)) for name, handle in trainers]
+            if all(await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)):
+                return True
+            if time.monotonic() >= deadline:
+                await self._discard(directory)
+                return False
+            await asyncio.sleep(min(RETRY_S, patience_s))
+
+    async def _discard(self, directory: str) -> None:
+        """Remove what ranks may have written on their own disks. A rank that still writes removes its part itself."""
+        with contextlib.suppress(PenstockError):  # the nodes remove it at the end of the run
+            await self._fleet.discard(directory, self._places)
+
+    def _make_room(self, step: int) -> None:
+        """Remove an earlier checkpoint of this step, so that nothing of it is taken for a part of the new one."""
+        self._checkpoints.unseal(step)
+        self._clear(step)
+
+    def _clear(self, step: int) -> None:
+        """Remove what failed checkpoints have left, and what a run that died left of this step."""
+        for left in {step, *self._left}:
+            self._checkpoints.clear(left)
+
+    async def give_up(self) -> None:
+        """Complete no checkpoint any more: the run ends, or returns. What is there of one stays for the next run to
+        sweep."""
+        self._checkpoints.give_up()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def finish(self, *, strict: bool = False) -> None:
+        """Wait for the checkpoint that is being written. `strict`: raise what it failed with."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        error = await writing
+        if strict and error is not None:
+            raise error
+
+    async def _write_or_say(self, checkpoint: Checkpoint) -> PenstockError | None:
+        """Write a checkpoint. Returns its error, which is told and counted, if any."""
+        try:
+            await self._write(checkpoint)
+            return None
+        except OSError as error:
+            failure: PenstockError = CheckpointError(f"{checkpoint.directory}: cannot be written: {error}")
+        except PenstockError as error:
+            failure = error
+        return await self._take_back(checkpoint.step, failure)
+
+    async def _take_back(self, step: int, failure: PenstockError) -> PenstockError:
+        """Remove what there is of a failed checkpoint, and count and tell its error."""
+        await self._discard(trainer_directory(self._checkpoints.directory(step)))
+        self._left.add(step)
+        with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
+            await self._checkpoints.apart(self._clear, step)
+        return self._failed(step, failure)
+
+    async def _not_begun(self, step: int, why: str) -> PenstockError:
+        return self._failed(step, CheckpointError(why))
+
+    def _failed(self, step: int, failure: PenstockError) -> PenstockError:
+        """Count a failure and tell of it."""
+        self.failed += 1
+        self._directory.event("checkpoint_failed", step=step, error=type(failure).__name__, message=str(failure))
+        self._progress.note(f"a checkpoint could not be written, the one before stays: {failure}")
+        return failure
+
+    async def _write(self, checkpoint: Checkpoint) -> None:
+        step, started = checkpoint.step, time.time()
+        calls = [
+            self._in_time(handle.finish_saving.remote(), name, step, GRACE_S)
+            for name, handle in self._fleet.role("trainer")
+        ]
+        with _store_place(checkpoint) as root:
+            snapshot = self._store.snapshot(root, step, keep=1, timeout_s=self._config.checkpoint.timeout_s)
+            calls.append(self._in_time(snapshot, "Store", step, GRACE_S))
+            *saved, cut = await _all_ended(*calls)
+            parts = _files_of(Path(cut), root)
+            if root != checkpoint.store:
+                await self._checkpoints.apart(self._checkpoints.add_directory, step, "store", Path(root))
+        await self._fleet.collect(checkpoint.trainer, self._places)
+        checkpoint.files.extend(file for files in saved for file in files)
+        by_rank = zip(self._places.values(), saved, strict=True)
+        brought = [file.name for place, files in by_rank if place != checkpoint.trainer for file in files]
+        await self._checkpoints.apart(self._sync_lines)  # one that counts has the lines of all steps before
+        await asyncio.to_thread(self._directory.bring, BRING_S)
+        await self._checkpoints.apart(self._checkpoints.seal, checkpoint, parts, brought)
+        removed = await self._checkpoints.apart(self._checkpoints.prune)
+        num_bytes = sum(file.num_bytes for file in checkpoint.files)
+        self._directory.event("checkpoint", step=step, path=checkpoint.directory, bytes=num_bytes, removed=removed)
+        self._directory.timeline.span("checkpoint", "write", started, time.time(), step=step)
+
+    def _sync_lines(self) -> None:
+        """Have the lines of the steps so far survive a power cut. A checkpoint counts without them, too."""
+        with contextlib.suppress(OSError):
+            durable.sync(self._directory.metrics_file)
+            durable.sync_name(self._directory.metrics_file)
+
+    async def _in_time(self, call: Awaitable[Any], name: str, step: int, grace_s: float = 0.0) -> Any:
+        return await answer(call, name=name, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s + grace_s)
+
+
+async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
+    """Results of the calls. Raises the error that explains the others, once no call writes any longer."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    if failures := [result for result in results if isinstance(result, BaseException)]:
+        raise cause_of(failures)
+    return results
+
+
+def checkpoint_place(config: RunConfig, directory: RunDirectory) -> str:
+    """The directory or URL of a run's checkpoints."""
+    if (place := config.checkpoint.directory) is not None:
+        return absolute(place)
+    return str(directory.checkpoints) if directory.url is None else f"{directory.url}/{directory.checkpoints.name}"
+
+
+def _files_of(snapshot: Path, root: str) -> list[SavedFile]:
+    """Files of the store's snapshot, by their names below `root`."""
+    below = snapshot.relative_to(root).as_posix()
+    return [SavedFile(f"{below}/{name}", *facts) for name, facts in snapshot_files(snapshot).items()]
+
+
+@contextlib.contextmanager
+def _store_place(checkpoint: Checkpoint) -> Iterator[str]:
+    """The place that the store writes to: the checkpoint itself, or a local directory if that is a URL."""
+    if not is_url(checkpoint.directory):
+        yield checkpoint.store
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-store-") as folder:
+        yield folder
+
+
+def _phase(step: int) -> str:
+    return f"checkpoint of step {step}"

@@ -2,7 +2,7 @@
 
 A file system that does not answer keeps its thread for as long as it likes: files, object stores, the lock of a
 directory. Such a thread keeps neither a run from returning to its checkpoint nor a command from ending: both wait
-`LEAVE_S` for it. What a thread does after that must harm nobody: `checkpointing/saving.py` has its part in this.
+`LEAVE_S` for it. What a thread does after that must harm nobody: `checkpointing/checkpoints.py` has its part in this.
 
 Schedulers and spot machines send SIGTERM before they end a process, a terminal that is closed SIGHUP. A run that has
 some time left (`faults.preemption_s`) takes a checkpoint:

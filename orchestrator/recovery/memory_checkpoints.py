@@ -3,7 +3,7 @@
     each step     ranks keep copies ─▶ partners' agents fetch them ─▶ the step counts as trained
     a node lost   are_there ─▶ ranks start elsewhere ─▶ bring ─▶ they restore
 
-`workers/node/state_service.py` chooses the partner of each node, and fetches copies.
+`workers/node/node_transfers.py` chooses the partner of each node, and fetches copies.
 """
 
 import time
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.conf.errors import MemoryCheckpointError, PenstockError, WorkerDied
 from penstock.orchestrator.cluster.node_agents import POLICY, StateNodes
 from penstock.orchestrator.cluster.ray_calls import Kind, answers, kind_of, look, outcomes, try_all
-from penstock.workers.node.state_service import partners
+from penstock.workers.node.node_transfers import partners
 
 FREE_S = 10.0
 """Seconds that copies may take beyond their share: those of a run's first steps tell little."""

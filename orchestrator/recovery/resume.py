@@ -19,8 +19,12 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, PenstockError, is_refusal
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint, with_local_models
-from penstock.orchestrator.checkpointing.saving import checkpoint_place
+from penstock.orchestrator.checkpointing.checkpoints import (
+    Checkpoints,
+    checkpoint_place,
+    open_checkpoint,
+    with_local_models,
+)
 from penstock.orchestrator.cluster.cluster import is_over
 from penstock.orchestrator.cluster.ray_calls import first_line, is_recoverable
 from penstock.orchestrator.recovery.decisions import End, RunFaults

@@ -26,7 +26,7 @@ from penstock.workers.agents.attempts import AttemptColumns
 from penstock.workers.agents.attempts_actor import Environments, EnvironmentSpec
 from penstock.workers.compute import Compute
 from penstock.workers.judge_pool import JudgeSpec
-from penstock.workers.node.file_service import FileSet
+from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.prompts_actor import Prompts
 from penstock.workers.protocols import AdapterLimits, EngineSpec

@@ -51,7 +51,7 @@ from penstock.orchestrator.cluster.ray_calls import (
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.store_actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
-from penstock.workers.node.file_service import FileSet
+from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.node.node_agent import STACKS, STATES, WEIGHTS
 
 DEAD_S = 1.0

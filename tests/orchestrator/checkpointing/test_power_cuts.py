@@ -15,8 +15,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.network.connection import new_token
 from penstock.network.listener import Listener
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
-from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, CheckpointWriter
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.loops.policy import SavedStates
 from penstock.orchestrator.run_context import RunContext
@@ -24,9 +23,9 @@ from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
-from penstock.workers.node.file_service import FILES, FileService, FileSet
+from penstock.workers.node.node_transfers import FILES, FileService, FileSet
 from penstock.workers.prompts.source import PromptStart
-from penstock.workers.runtime.local_files import filling
+from penstock.workers.runtime.local_files import staged_directory
 from penstock.workers.runtime.url_files import SavedFile, saved_file
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import check_files, load
@@ -183,7 +182,7 @@ def test_an_exported_model_is_whole_or_not_there(tmp_path: Path, before: tuple[s
         target.mkdir(parents=True)
         (target / name).write_bytes(b"older")
     with recorded(tmp_path / "disk") as disk:
-        with filling(target) as part:
+        with staged_directory(target) as part:
             for name, content in files.items():
                 (part / name).parent.mkdir(exist_ok=True)
                 (part / name).write_bytes(content)

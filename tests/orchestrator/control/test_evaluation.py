@@ -11,7 +11,7 @@ from penstock.conf.data import EvaluationConfig, EvaluationSetConfig
 from penstock.conf.errors import ConfigError, DeadlineExceeded, RewardFailure, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.evaluation import TRIES, EnvironmentEvaluator, Evaluator, HeldOut, play_timeout_s
-from penstock.workers.agents.attempts import Played
+from penstock.workers.agents.attempts import AttemptResult
 from penstock.workers.agents.environment import Context, Task
 from penstock.workers.agents.trajectory import Trajectory
 from penstock.workers.prompts.dataset import open_dataset
@@ -241,7 +241,7 @@ def played(environment: Any, words: Sequence[str], *settings: str, num_players: 
     async def play(engines: Any, tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]) -> Any:
         groups.extend(map(len, samplings))
         plays = [await runner.group(Task.from_json(task), own) for task, own in zip(tasks, samplings, strict=True)]
-        return [list(map(Played.of, group)) for group in plays]
+        return [list(map(AttemptResult.of, group)) for group in plays]
 
     def by_length(tasks: Sequence[str], texts: Sequence[str]) -> list[Any]:
         assert all(text == "no" or "a" in text or text in task for task, text in zip(tasks, texts, strict=True))
