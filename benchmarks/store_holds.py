@@ -27,7 +27,7 @@ from benchmarks.store import ledger_spec
 from penstock.metering.meters import Meters
 from penstock.network.connection import Address
 from penstock.store.client.store_client import StoreClient
-from penstock.store.data.codec import Inline, Placed, SentBatch
+from penstock.store.data.codec import InlineBatch, SegmentRef, SentBatch
 from penstock.store.data.remote_rows import RowsNode, RowsNodes
 from penstock.store.data.segment_files import Arena
 from penstock.store.data.segments import Segments
@@ -147,7 +147,7 @@ class Filled:
             }
         )
         for number in range(num_segments):
-            placed = arena.place(batch) if not node else Placed(f"{name}-{number}", 0, 1, (), num_bytes, node)
+            placed = arena.place(batch) if not node else SegmentRef(f"{name}-{number}", 0, 1, (), num_bytes, node)
             await self.put_sent(name, placed)
         return name
 
@@ -202,12 +202,12 @@ async def measure(num_rows: int, folder: Path) -> Measured:
     filled.segments.book.max_bytes = 0
     placed = arena.place(batch)
     found[f"{LARGE_MIB} MiB moved to disk"] = await hold(lambda: filled.put_sent(name, placed))
-    found[f"{LARGE_MIB} MiB by value"] = await hold(lambda: filled.put_sent("", Inline(batch)))
+    found[f"{LARGE_MIB} MiB by value"] = await hold(lambda: filled.put_sent("", InlineBatch(batch)))
     filled.segments.book.max_bytes = 2**40
     kinds = tuple((column, str(kind), ()) for column, kind in zip(batch.schema.names, batch.schema.types, strict=True))
     name, _ = filled.writer("far")
     for number in range(num_rows // ROWS_OF_A_SEGMENT):
-        await filled.put_sent(name, Placed(f"{name}-{number}", 0, 1, kinds, 2048, "far"))
+        await filled.put_sent(name, SegmentRef(f"{name}-{number}", 0, 1, kinds, 2048, "far"))
     found["a node is lost"] = await hold(lambda: store.lost("far"))
     collections.close()
     found["Python's collector"] = collections.longest_ms

@@ -9,7 +9,7 @@ from penstock.conf.errors import StalenessViolation as StalenessViolation
 from penstock.conf.errors import StoreError as StoreError
 
 
-def named(name: str, message: str) -> StoreError:
+def error_named(name: str, message: str) -> StoreError:
     """The error of that name, or a `StoreError` that says it."""
     kind = globals().get(name)
     if isinstance(kind, type) and issubclass(kind, StoreError):

@@ -11,7 +11,7 @@ REPORTED_COLUMNS = ("reward", "finish_reason", "token_versions", "behavior_logpr
 """Columns handed to the train stage where they exist, for the metrics of the step, whatever the loss reads."""
 
 
-def given(flow: Dataflow) -> tuple[str, ...]:
+def environment_rewards(flow: Dataflow) -> tuple[str, ...]:
     """Names of the rewards that an environment gives."""
     rollouts = flow.of_kind("rollout")
     return tuple(column.name for stage in rollouts for column in stage.writes if column.name.startswith("reward"))
@@ -66,7 +66,9 @@ class StoreSpec:
             reads = flow.reads_of(stage)
             if stage.kind == "train":
                 rewards = (column.name for stage in flow.stages if stage.kind == "reward" for column in stage.writes)
-                reported = (name for name in (*REPORTED_COLUMNS, *rewards, *given(flow)) if name in columns)
+                reported = (
+                    name for name in (*REPORTED_COLUMNS, *rewards, *environment_rewards(flow)) if name in columns
+                )
                 reads = tuple(dict.fromkeys((*flow.batch_reads(), *reported)))
             writes = tuple(column.name for column in stage.writes)
             stages.append(StageSpec(stage.name, stage.unit, reads, writes, stage.takes_groups))

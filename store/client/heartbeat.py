@@ -20,7 +20,7 @@ from penstock.network.connection import Connection, connect, connect_path
 from penstock.store.data.codec import NOTHING, Codec, Malformed
 from penstock.store.service.store import Store
 from penstock.store.service.store_server import STORE_SERVICE, Endpoint
-from penstock.store.service.wire import ANSWER, HELLO, MESSAGE, Answer, ClientMessage, Hello, calls_of
+from penstock.store.service.wire import ANSWER, HELLO, MESSAGE, ClientMessage, Hello, StoreAnswer, calls_of
 
 BEATS_PER_TIMEOUT = 3
 """Renewals of a lease before it would run out."""
@@ -98,11 +98,11 @@ class ConnectionRenewer:
             self._connection.send(HELLO, self._codec.encode(Hello(f"{self._client}.heartbeat"))[0])
         return self._connection
 
-    def _heard(self, connection: Connection) -> Answer[Over]:
+    def _heard(self, connection: Connection) -> StoreAnswer[Over]:
         frame = connection.receive()
         if frame.kind != ANSWER or frame.num_bytes:
             raise Malformed(f"the store sends a message of kind {frame.kind}.")
-        answer: Answer[Over] = self._codec.decode(Answer[Over], frame.body, NOTHING)
+        answer: StoreAnswer[Over] = self._codec.decode(StoreAnswer[Over], frame.body, NOTHING)
         return answer
 
 

@@ -23,10 +23,10 @@ from penstock.conf.errors import NotPlainData, PartnerGone, StoreDied
 from penstock.network.connection import SILENCE_S, connect, connect_path
 from penstock.store.client.heartbeat import InProcessRenewer, LeaseRenewer, renewer_over_socket, renewer_over_tcp
 from penstock.store.data.block_index import Payload
-from penstock.store.data.codec import Inline, Malformed, Placed, SentBatch
-from penstock.store.data.remote_rows import Pulls, RowsNode
-from penstock.store.data.segment_files import Arena, DebouncedCall, Mappings, Slot
-from penstock.store.data.segments import Notice
+from penstock.store.data.codec import InlineBatch, Malformed, SegmentRef, SentBatch
+from penstock.store.data.remote_rows import RemoteReader, RowsNode
+from penstock.store.data.segment_files import Arena, DebouncedCall, SegmentMappings, SegmentSlot
+from penstock.store.data.segments import SegmentNotice
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service.store import Store
 from penstock.store.service.store_server import STORE_SERVICE, Endpoint
@@ -34,10 +34,10 @@ from penstock.store.service.wire import (
     ANSWER,
     HELLO,
     MESSAGE,
-    Answer,
-    Calls,
+    CallTypes,
     ClientMessage,
     Hello,
+    StoreAnswer,
     Wire,
     calls_of,
     refs_of,
@@ -51,7 +51,7 @@ CONNECT_S = 10.0
 """Seconds for the handshake; a packet that is lost is sent again within it."""
 TRIES = 5
 """Attempts of a handshake: the store hangs up when all machines of a run come at once."""
-LONGEST_RETRY_PAUSE_S = 1.0
+LONGEST_RETRY_S = 1.0
 HAS_LEFT = "this client has left its store. Make another to speak to it."
 
 
@@ -60,18 +60,18 @@ class Link(Protocol):
 
     async def call(self, method: str, *args: Any) -> Any: ...
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> SegmentSlot | None:
         """Reserve shared memory for a batch of about so many bytes; None where it goes by value. This and the other
         methods below are called after the first `call`."""
 
-    def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
+    def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: SegmentSlot | None = None) -> SentBatch:
         """Put a batch where the store takes it from, the slot if it lies there: the batch, or the note where it is."""
 
     async def fetch(self, payload: Payload) -> Payload:
         """Return the payload of an answer with the values of all batches that it names. If that fails, none of those
         batches is kept from being written anew."""
 
-    def skip(self, refs: Sequence[Placed]) -> None:
+    def skip(self, refs: Sequence[SegmentRef]) -> None:
         """Tell the store that batches named by an answer will not be read."""
 
     def lease_renewer(self) -> LeaseRenewer:
@@ -85,13 +85,13 @@ def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link
     """Make a link to `handle`: a `Store`, an endpoint of one, or a Ray actor handle of one.
     `client`: the unique name of this end. `node`: Ray's id of its machine; None: to be asked for."""
     if isinstance(handle, Store):
-        return InProcess(handle, client)
+        return InProcessLink(handle, client)
     if isinstance(handle, Endpoint):
-        return Lazy(lambda: find_endpoint(handle, client, node))
-    return Lazy(lambda: find_actor(handle, client, node))
+        return LazyLink(lambda: find_endpoint(handle, client, node))
+    return LazyLink(lambda: find_actor(handle, client, node))
 
 
-class InProcess:
+class InProcessLink:
     """A link that calls the store directly. Batches go by value: there is nothing to place and nothing to fetch."""
 
     def __init__(self, store: Store, client: str) -> None:
@@ -109,16 +109,16 @@ class InProcess:
                 return await asyncio.to_thread(with_values, value, resolve)
             return with_values(value, resolve)
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> SegmentSlot | None:
         return None
 
-    def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
-        return Inline(batch)
+    def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: SegmentSlot | None = None) -> SentBatch:
+        return InlineBatch(batch)
 
     async def fetch(self, payload: Payload) -> Payload:
         return payload
 
-    def skip(self, refs: Sequence[Placed]) -> None:
+    def skip(self, refs: Sequence[SegmentRef]) -> None:
         pass
 
     def lease_renewer(self) -> LeaseRenewer:
@@ -130,7 +130,7 @@ class InProcess:
             await self._store.left(self._client)
 
 
-class Lazy:
+class LazyLink:
     """A link that is made by the first call."""
 
     def __init__(self, find: Callable[[], Awaitable[Link]]) -> None:
@@ -165,12 +165,12 @@ async def find_endpoint(endpoint: Endpoint, client: str, node: str | None = None
     unless this is a container of its own. Raises `PartnerGone`, `StoreUnreachable`."""
     node = endpoint.node if node is None else node
     shares_memory = endpoint.nodes.shares_memory(node, endpoint.node)
-    link = await OverSocket.connect(endpoint, client) if shares_memory else None
+    link = await SocketLink.connect(endpoint, client) if shares_memory else None
     if link is not None:
         return link
     if endpoint.address is None:
         raise PartnerGone(f"no store listens at {endpoint.path}.")
-    return await OverTcp.connect(endpoint, client, node=None if shares_memory else endpoint.nodes.by_id.get(node))
+    return await TcpLink.connect(endpoint, client, node=None if shares_memory else endpoint.nodes.by_id.get(node))
 
 
 async def find_actor(handle: Any, client: str, node: str | None) -> Link:
@@ -208,7 +208,7 @@ async def endpoint_of(handle: Any, patience_s: float = RETRY_S) -> Endpoint:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-class Connected:
+class ConnectionLink:
     """Calls over a connection. Large batches lie on the writer's node: on the reader's own node they are mapped, from
     another they are pulled."""
 
@@ -216,7 +216,7 @@ class Connected:
         self,
         endpoint: Endpoint,
         client: str,
-        calls: Calls,
+        calls: CallTypes,
         node: str | None,
         reading: Sequence[str],
         writing: Sequence[str],
@@ -234,8 +234,8 @@ class Connected:
         self._node = node
         self._say_ended_soon = DebouncedCall(asyncio.get_running_loop(), self._say_ended)
         self._arena = Arena(writing, client, node or "") if writing else None
-        self._mappings = Mappings(reading, self._say_ended_soon)
-        self._pulls: Pulls | None = None
+        self._mappings = SegmentMappings(reading, self._say_ended_soon)
+        self._pulls: RemoteReader | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the store. Raises what the store does, and `PartnerGone` or `StoreUnreachable` if the
@@ -258,19 +258,19 @@ class Connected:
                 self.skip(refs_of(answer.result()))
             raise
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> SegmentSlot | None:
         return self._arena.reserve(nbytes) if self._arena is not None else None
 
-    def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> SentBatch:
+    def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: SegmentSlot | None = None) -> SentBatch:
         if self._arena is None or (slot is None and batch.nbytes <= inline_bytes):
-            return Inline(batch)
+            return InlineBatch(batch)
         try:
             return self._arena.place(batch, slot)
         except OSError:  # there is no room: the store is asked to keep it, and says so
             if slot is not None:  # its pages are written again while the batch is under way
                 batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)  # a copy
                 slot.give_back()
-            return Inline(batch)
+            return InlineBatch(batch)
 
     async def fetch(self, payload: Payload) -> Payload:
         refs = payload.refs
@@ -284,7 +284,7 @@ class Connected:
         finally:
             self.skip(remote)  # they are here, or nobody reads them
 
-    def skip(self, refs: Sequence[Placed]) -> None:
+    def skip(self, refs: Sequence[SegmentRef]) -> None:
         """Tell the store that batches named by an answer will not be read."""
         self._mappings.skip(placed.segment for placed in refs)
 
@@ -292,11 +292,11 @@ class Connected:
         self._lost = self._lost or PartnerGone(HAS_LEFT)
         self.wire.abort()
 
-    def _remote_reader(self) -> Pulls:
+    def _remote_reader(self) -> RemoteReader:
         if self._pulls is None:
             endpoint = self._endpoint
             own = {"": endpoint.address} if endpoint.address is not None else {}
-            self._pulls = Pulls(endpoint.nodes.addresses | own, endpoint.token, self._node)
+            self._pulls = RemoteReader(endpoint.nodes.addresses | own, endpoint.token, self._node)
         return self._pulls
 
     def _say_ended(self) -> None:
@@ -306,7 +306,7 @@ class Connected:
         if ended and self.wire.is_open:
             self.wire.send(MESSAGE, ClientMessage(0, None, ended))
 
-    def _apply_notice(self, notice: Notice) -> None:
+    def _apply_notice(self, notice: SegmentNotice) -> None:
         """Apply what the store says of segments."""
         if self._arena is not None:
             self._arena.recycled(notice.recycled)
@@ -316,7 +316,7 @@ class Connected:
     def _on_message(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if kind != ANSWER:
             raise Malformed(f"the store sends a message of kind {kind}.")
-        heard = self.wire.codec.decode(Answer[Raw], body, area)
+        heard = self.wire.codec.decode(StoreAnswer[Raw], body, area)
         if heard.notice is not None:
             self._apply_notice(heard.notice)
         if heard.number is None:
@@ -356,14 +356,14 @@ class Connected:
         return self._endpoint.path
 
 
-class OverSocket(Connected):
+class SocketLink(ConnectionLink):
     """A connection over the store's socket, on its machine."""
 
-    def __init__(self, endpoint: Endpoint, client: str, calls: Calls) -> None:
+    def __init__(self, endpoint: Endpoint, client: str, calls: CallTypes) -> None:
         super().__init__(endpoint, client, calls, "", endpoint.segments, endpoint.segments)
 
     @classmethod
-    async def connect(cls, endpoint: Endpoint, client: str, calls: Calls | None = None) -> Self | None:
+    async def connect(cls, endpoint: Endpoint, client: str, calls: CallTypes | None = None) -> Self | None:
         """Connect. None if the socket cannot be reached from here (in a container of its own, say), or if it is another
         user's."""
         link = cls(endpoint, client, calls or calls_of(Store))
@@ -379,17 +379,17 @@ class OverSocket(Connected):
         return renewer_over_socket(Path(self._endpoint.path), self._client)
 
 
-class OverTcp(Connected):
+class TcpLink(ConnectionLink):
     """A connection from another machine: the kernel notices when that or the link to it is gone, within `SILENCE_S`."""
 
-    def __init__(self, endpoint: Endpoint, client: str, calls: Calls, node: RowsNode | None) -> None:
+    def __init__(self, endpoint: Endpoint, client: str, calls: CallTypes, node: RowsNode | None) -> None:
         places = node.places if node is not None else ()
         # What shared memory has no room for goes to the store by value: the directory on disk is its server's.
         super().__init__(endpoint, client, calls, node.id if node is not None else None, places, places[:1])
 
     @classmethod
     async def connect(
-        cls, endpoint: Endpoint, client: str, calls: Calls | None = None, node: RowsNode | None = None
+        cls, endpoint: Endpoint, client: str, calls: CallTypes | None = None, node: RowsNode | None = None
     ) -> Self:
         """Connect. `node`: what this one has for large batches. Raises `StoreUnreachable`."""
         assert endpoint.address is not None
@@ -408,7 +408,7 @@ class OverTcp(Connected):
                         "and that a firewall lets this machine through: cluster.ports=[20000,20099] keeps to a range "
                         "of ports."
                     ) from None
-            await asyncio.sleep(random.uniform(0, LONGEST_RETRY_PAUSE_S))
+            await asyncio.sleep(random.uniform(0, LONGEST_RETRY_S))
         connection.socket.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: link.wire, sock=connection.socket)
         link.wire.send(HELLO, Hello(client, link._node or ""))

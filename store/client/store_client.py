@@ -35,7 +35,7 @@ from penstock.store.client.links import Link, link_to
 from penstock.store.data.block_index import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import check_declared, encode, size_of
-from penstock.store.data.segment_files import OVERHEAD_BYTES, Slot
+from penstock.store.data.segment_files import OVERHEAD_BYTES, SegmentSlot
 from penstock.store.errors import (
     LeaseExpired,
     LeaseSuperseded,
@@ -49,7 +49,7 @@ from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.group import Facts
 from penstock.store.ledger.outcomes import Outcome
 from penstock.store.service.store import Store
-from penstock.store.service.wire import Granted, LeaseRequest, Write
+from penstock.store.service.wire import Grant, LeaseRequest, WriteRequest
 from penstock.store.spec import StageSpec, StoreSpec
 
 Outgoing = tuple[str, tuple[Any, ...], "asyncio.Future[Any]"]
@@ -96,13 +96,13 @@ class CallBatcher:
 
 
 @dataclass(frozen=True, eq=False)
-class Incoming:
+class PendingPut:
     """The groups of one caller, encoded."""
 
     ticket: int
     batch: pa.RecordBatch
     facts: Facts
-    slot: Slot | None
+    slot: SegmentSlot | None
     numbers: "asyncio.Future[list[int]]"
 
 
@@ -115,15 +115,17 @@ class PutBatcher:
         self._tickets = itertools.count()
         self._withdrawing: set[asyncio.Future[Any]] = set()
         self._inline_bytes = 0
-        self._waiting: list[Incoming] = []
+        self._waiting: list[PendingPut] = []
         self._putting: asyncio.Task[list[int]] | None = None
 
-    async def put(self, batch: pa.RecordBatch, facts: Facts, inline_bytes: int, slot: Slot | None = None) -> list[int]:
+    async def put(
+        self, batch: pa.RecordBatch, facts: Facts, inline_bytes: int, slot: SegmentSlot | None = None
+    ) -> list[int]:
         """Put groups. Returns their numbers, once all are admitted. Raises what the store raises. Cancelled, it
         withdraws those that are not admitted yet."""
         self._inline_bytes = inline_bytes
         numbers: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        incoming = Incoming(next(self._tickets), batch, facts, slot, numbers)
+        incoming = PendingPut(next(self._tickets), batch, facts, slot, numbers)
         self._waiting.append(incoming)
         if self._putting is None:
             self._next()
@@ -133,7 +135,7 @@ class PutBatcher:
             self._withdraw(incoming)
             raise
 
-    def _withdraw(self, incoming: Incoming) -> None:
+    def _withdraw(self, incoming: PendingPut) -> None:
         if incoming in self._waiting:
             self._waiting.remove(incoming)
             if incoming.slot is not None:
@@ -160,15 +162,15 @@ class PutBatcher:
         self._putting = asyncio.ensure_future(self._send(batch, facts, first, tickets))
         self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
 
-    async def _send(self, batch: pa.RecordBatch, facts: Facts, first: Incoming, tickets: list[int]) -> list[int]:
+    async def _send(self, batch: pa.RecordBatch, facts: Facts, first: PendingPut, tickets: list[int]) -> list[int]:
         sent = self._link.ship(batch, self._inline_bytes, first.slot)
         arguments = batch.schema.names, sent, facts, self._client, tickets
         return list(await self._link.call("put", *arguments))
 
-    def _is_small(self, one: Incoming) -> bool:
+    def _is_small(self, one: PendingPut) -> bool:
         return one.slot is None and sum(one.facts.row_bytes) <= self._inline_bytes
 
-    def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:
+    def _landed(self, sent: list[PendingPut], putting: "asyncio.Task[list[int]]") -> None:
         self._putting = None
         if self._waiting:
             self._next()
@@ -185,7 +187,7 @@ class PutBatcher:
             start = end
 
 
-def by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
+def values_by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
     """Join the values of groups that are to be put, by column: all of the source's columns, and no others."""
     for number, group in enumerate(groups):
         for name in source:
@@ -199,7 +201,7 @@ def by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list
     return {name: [group[name] for group in groups] for name in source}
 
 
-RETIRED_LOOK_S = 0.2
+RETIRED_POLL_S = 0.2
 """Seconds between two checks of a member without leases whether it has retired."""
 PAUSE_S = 1.0
 """Seconds before rows that lie on a node that does not answer are asked for again."""
@@ -247,11 +249,11 @@ class StoreClient:
         if not groups:
             return []
         spec = self._known or await self.spec()
-        values = by_column(groups, spec.source_columns)
+        values = values_by_column(groups, spec.source_columns)
         parts = [list(range(len(groups)))]
         if not self._binary.isdisjoint(spec.source_columns):
             parts = [[row] for row in parts[0]]  # each by itself: its pictures go with its last row
-        encoded: list[tuple[pa.RecordBatch, Facts, Slot | None]] = []
+        encoded: list[tuple[pa.RecordBatch, Facts, SegmentSlot | None]] = []
         try:
             for rows in parts:
                 some = values if len(parts) == 1 else {name: [one[row] for row in rows] for name, one in values.items()}
@@ -302,7 +304,7 @@ class StoreClient:
         """
         await self.spec()
         owner = owner or f"{stage} ranks"
-        granted: Granted | None = await self.link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner)
+        granted: Grant | None = await self.link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner)
         if granted is None:
             return None
         lease = SharedLease(granted.lease_id, stage, await self._rows(granted), granted.version, round, rank)
@@ -338,7 +340,7 @@ class StoreClient:
         batch, facts, slot = self._encode(spec, columns, rows)
         sent = self.link.ship(batch, spec.inline_bytes, slot)
         try:
-            await self._calls.call("write", Write(lease.id, lease.stage, rows, batch.schema.names, sent, facts))
+            await self._calls.call("write", WriteRequest(lease.id, lease.stage, rows, batch.schema.names, sent, facts))
         except LeaseExpired as error:
             if isinstance(error, LeaseSuperseded):
                 self.heartbeat.finished(lease.id, rows)
@@ -362,7 +364,7 @@ class StoreClient:
         hearing = asyncio.ensure_future(self._closed())
         try:
             while not (hearing.done() or self.has_retired):
-                await asyncio.wait([hearing], timeout=RETIRED_LOOK_S)
+                await asyncio.wait([hearing], timeout=RETIRED_POLL_S)
             if hearing.done():
                 hearing.result()
         finally:
@@ -498,7 +500,7 @@ class StoreClient:
         request = replace(request, client=self.name, ticket=next(self._tickets))
         self.heartbeat.asked(request.ticket)
         try:
-            granted: list[Granted] | None = await self.link.call("lease", request)
+            granted: list[Grant] | None = await self.link.call("lease", request)
             if granted is None:
                 return None
             leases = [Lease(one.lease_id, request.stage, rows, one.version) for one, rows in await self.read(granted)]
@@ -519,9 +521,9 @@ class StoreClient:
         with suppress(StoreError, WorkerDied):
             await self._calls.call("withdraw", request.stage, request.client, request.ticket)
 
-    async def read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
+    async def read(self, granted: list[Grant]) -> list[tuple[Grant, Rows]]:
         """Read all payloads, or tell the store that none is read."""
-        read: list[tuple[Granted, Rows]] = []
+        read: list[tuple[Grant, Rows]] = []
         try:
             for one in granted:
                 read.append((one, await self._rows(one)))
@@ -530,12 +532,12 @@ class StoreClient:
                 self.link.skip(one.payload.refs)
         return read
 
-    async def _rows(self, granted: Granted) -> Rows:
+    async def _rows(self, granted: Grant) -> Rows:
         return assemble(await self.link.fetch(granted.payload), granted.names)
 
     def _encode(
         self, spec: StoreSpec, columns: Values, rows: Sequence[int]
-    ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
+    ) -> tuple[pa.RecordBatch, Facts, SegmentSlot | None]:
         """Encode columns. Large ones are joined in shared memory, where that can be; blobs are put there afterwards,
         when it is known which of them are equal."""
         has_blobs = not self._binary.isdisjoint(columns)
@@ -549,5 +551,5 @@ class StoreClient:
             raise
         return batch, facts, self._reserve(spec, batch.nbytes) if has_blobs else slot
 
-    def _reserve(self, spec: StoreSpec, size: int) -> Slot | None:
+    def _reserve(self, spec: StoreSpec, size: int) -> SegmentSlot | None:
         return self.link.reserve(size + size // 32 + OVERHEAD_BYTES) if size > spec.inline_bytes else None

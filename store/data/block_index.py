@@ -1,10 +1,10 @@
 """The index of values, (group, column, sample) -> place in a block, and the payload of a lease, gathered from it.
 
-    Blocks ─ gather ─▶ Payload ─ call ─▶ assemble ─▶ Rows
+    BlockIndex ─ gather ─▶ Payload ─ call ─▶ assemble ─▶ Rows
 
-A block holds the values of one write: an Arrow record batch, here or behind a reference that `Blocks` treats as opaque.
-It is freed with the last of its cells. Small batches travel in the payload, cut down to the rows wanted; of large ones
-only the reference does, and their consumer reads them from shared memory. `service/store.py` gathers,
+A block holds the values of one write: an Arrow record batch, here or behind a reference that `BlockIndex` treats as
+opaque. It is freed with the last of its cells. Small batches travel in the payload, cut down to the rows wanted; of
+large ones only the reference does, and their consumer reads them from shared memory. `service/store.py` gathers,
 `client/store_client.py` assembles.
 
 Legend: K places, N rows.
@@ -21,7 +21,7 @@ import pyarrow.compute  # what `take` imports on its first call, a tenth of a se
 from msgspec import Struct
 
 from penstock.algorithms.graph.columns import Column
-from penstock.store.data.codec import Inline, Placed, SentBatch
+from penstock.store.data.codec import InlineBatch, SegmentRef, SentBatch
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import arrow_type, is_blobs, offsets_of, take
 from penstock.store.data.schema import compact as compact_blobs
@@ -32,7 +32,7 @@ MAX_ENTRIES = 2**31 - 1
 """The most entries of a column with offsets in one batch: bytes of strings, values of lists."""
 
 
-class Block:
+class ValueBlock:
     """A record batch, `batch` or behind `ref`, and how many of its cells are alive."""
 
     __slots__ = ("batch", "is_gone", "nbytes", "num_cells", "ref")
@@ -46,43 +46,45 @@ class Block:
         """True once what is behind `ref` cannot be had any more."""
 
 
-class Place(NamedTuple):
+class CellPlace(NamedTuple):
     """A place of values: the i-th is at `start + i * stride` of the block."""
 
-    block: Block
+    block: ValueBlock
     start: int
     stride: int
     """Step between values. 1: they were written side by side. 0: all are one value, which the source wrote for the
     group."""
 
 
-Cells = Place | list[Place | None]
+Cells = CellPlace | list[CellPlace | None]
 """Places of one column of a group: one for all samples, or one for each."""
 
 
-class Blocks:
+class BlockIndex:
     """All cells of the resident groups."""
 
     def __init__(
-        self, columns: Sequence[Column], group_size: int, freed: Callable[[Block], None] = lambda block: None
+        self, columns: Sequence[Column], group_size: int, freed: Callable[[ValueBlock], None] = lambda block: None
     ) -> None:
         """Prepare an empty index. `freed`: called with each block whose last cell has gone."""
         self._columns, self._freed = columns, freed
         self._types = {column.name: arrow_type(column) for column in columns}
         self.group_size = group_size
         self._cells: dict[int, dict[str, Cells]] = {}
-        self._living: set[Block] = set()
-        self._referring: set[Block] = set()
+        self._living: set[ValueBlock] = set()
+        self._referring: set[ValueBlock] = set()
         """Living blocks that are behind a reference."""
         self.bytes = 0
         """Bytes of blocks with a living cell."""
 
-    def add_group(self, group_id: int, block: Block, position: int, names: Sequence[str]) -> None:
+    def add_group(self, group_id: int, block: ValueBlock, position: int, names: Sequence[str]) -> None:
         """Add the source's columns of a new group: one value each, shared by its rows."""
-        self._cells[group_id] = dict.fromkeys(names, Place(block, position, 0))
+        self._cells[group_id] = dict.fromkeys(names, CellPlace(block, position, 0))
         self._count(block, len(names))
 
-    def add_rows(self, row_ids: Sequence[int], positions: Sequence[int], block: Block, names: Sequence[str]) -> None:
+    def add_rows(
+        self, row_ids: Sequence[int], positions: Sequence[int], block: ValueBlock, names: Sequence[str]
+    ) -> None:
         """Add cells of rows: row `row_ids[p]` is at `p` of the block, for p in `positions`. Cells already there
         stay."""
         kept = list(positions)
@@ -93,35 +95,35 @@ class Blocks:
             start = kept[first]
             side_by_side = kept[first + len(indices) - 1] == start + len(indices) - 1
             if len(indices) == self.group_size and side_by_side and group.keys().isdisjoint(names):
-                group.update(dict.fromkeys(names, Place(block, start, 1)))
+                group.update(dict.fromkeys(names, CellPlace(block, start, 1)))
                 added += len(names)
                 continue
             for offset, index in enumerate(indices):
-                cell = Place(block, kept[first + offset], 1)
+                cell = CellPlace(block, kept[first + offset], 1)
                 added += sum(self._add_cell(group, name, index, cell) for name in names)
         self._count(block, added)
 
-    def _add_cell(self, group: dict[str, Cells], name: str, index: int, cell: Place) -> bool:
+    def _add_cell(self, group: dict[str, Cells], name: str, index: int, cell: CellPlace) -> bool:
         cells = group.get(name)
         if cells is None:
             cells = group[name] = [None] * self.group_size
-        if isinstance(cells, Place) or cells[index] is not None:
+        if isinstance(cells, CellPlace) or cells[index] is not None:
             return False
         cells[index] = cell
         return True
 
-    def pin(self, block: Block) -> None:
+    def pin(self, block: ValueBlock) -> None:
         """Keep a block until `unpin`, whatever becomes of its cells."""
         self._count(block, 1)
 
-    def unpin(self, block: Block) -> None:
+    def unpin(self, block: ValueBlock) -> None:
         self._uncount(block)
 
     def free(self, group_id: int, mask: int) -> None:
         """Remove the cells of the mask's rows, which have ended."""
         if mask == (1 << self.group_size) - 1:
             for cells in self._cells.pop(group_id, {}).values():
-                if isinstance(cells, Place):
+                if isinstance(cells, CellPlace):
                     self._uncount(cells.block)
                 else:
                     self._uncount_all(cells)
@@ -135,7 +137,7 @@ class Blocks:
         group = self._cells.get(group_id, {})
         for name, mask in columns.items():
             cells = group.get(name)
-            if isinstance(cells, Place) and (not cells.stride or mask == (1 << self.group_size) - 1):
+            if isinstance(cells, CellPlace) and (not cells.stride or mask == (1 << self.group_size) - 1):
                 del group[name]
                 self._uncount(cells.block)
             elif cells is not None:
@@ -162,7 +164,7 @@ class Blocks:
     def _lost_of(self, columns: dict[str, Cells]) -> dict[str, int]:
         lost = {}
         for name, cells in columns.items():
-            if isinstance(cells, Place):
+            if isinstance(cells, CellPlace):
                 mask = (1 << self.group_size) - 1 if cells.block.is_gone else 0
             else:
                 mask = sum(1 << i for i, cell in enumerate(cells) if cell is not None and cell.block.is_gone)
@@ -173,11 +175,11 @@ class Blocks:
     def _free_cells(self, group: dict[str, Cells], name: str, mask: int) -> None:
         """Remove these samples' cells, but for a value that the source wrote for the group."""
         cells = group[name]
-        if isinstance(cells, Place):
+        if isinstance(cells, CellPlace):
             if not cells.stride:
                 return
             cells.block.num_cells += self.group_size - 1  # it counted as one
-            cells = group[name] = [Place(cells.block, cells.start + i, 1) for i in range(self.group_size)]
+            cells = group[name] = [CellPlace(cells.block, cells.start + i, 1) for i in range(self.group_size)]
         ended = list(bits(mask))
         self._uncount_all([cells[index] for index in ended])
         for index in ended:
@@ -187,20 +189,20 @@ class Blocks:
     def num_blocks(self) -> int:
         return len(self._living)
 
-    def begin_copy(self) -> "Blocks":
+    def begin_copy(self) -> "BlockIndex":
         """Make an index for the same columns, which `keep` fills. Changes of either do not concern the other."""
-        return Blocks(self._columns, self.group_size)
+        return BlockIndex(self._columns, self.group_size)
 
-    def keep(self, group_id: int, copied: "Blocks") -> None:
+    def keep(self, group_id: int, copied: "BlockIndex") -> None:
         """Copy the cells of a group as they are; the values are shared, and stay until `release_copy`."""
         columns = self._cells[group_id]
         copied._cells[group_id] = kept = {
-            name: cells if isinstance(cells, Place) else list(cells) for name, cells in columns.items()
+            name: cells if isinstance(cells, CellPlace) else list(cells) for name, cells in columns.items()
         }
         for block in _blocks_of(kept):
             self._count(block, 1)
 
-    def release_copy(self, copied: "Blocks", num_groups: int) -> bool:
+    def release_copy(self, copied: "BlockIndex", num_groups: int) -> bool:
         """Free the cells of so many copied groups, which are not needed any more. Returns whether others are left."""
         for _ in range(min(num_groups, len(copied._cells))):
             _, kept = copied._cells.popitem()
@@ -219,19 +221,19 @@ class Blocks:
             if all(_has(group, name, row % self.group_size) for group, row in zip(cells, row_ids, strict=True))
         ]
 
-    def places(self, spans: Sequence[Span], name: str) -> "tuple[Place | tuple[Place, ...], ...]":
+    def places(self, spans: Sequence[Span], name: str) -> "tuple[CellPlace | tuple[CellPlace, ...], ...]":
         """Places of the column in each span: see `found`."""
-        cells, nothing, places = self._cells, dict[str, Cells](), list[Place | tuple[Place, ...]]()
+        cells, nothing, places = self._cells, dict[str, Cells](), list[CellPlace | tuple[CellPlace, ...]]()
         for group_id, _, indices in spans:
             place = cells.get(group_id, nothing).get(name)
-            places.append(place if isinstance(place, Place) else self.found(group_id, indices, name))
+            places.append(place if isinstance(place, CellPlace) else self.found(group_id, indices, name))
         return tuple(places)
 
-    def found(self, group_id: int, indices: range, name: str) -> "Place | tuple[Place, ...]":
+    def found(self, group_id: int, indices: range, name: str) -> "CellPlace | tuple[CellPlace, ...]":
         """Find a column of these samples: one place of the whole group, or each sample's. Equal for columns that lie
         side by side. Raises `UnknownColumn` if one lacks it."""
         cells = self._cells.get(group_id, {}).get(name)
-        if isinstance(cells, Place):
+        if isinstance(cells, CellPlace):
             return cells
         some = tuple(cells[indices.start : indices.stop]) if cells is not None else (None,)
         if None in some:
@@ -245,7 +247,7 @@ class Blocks:
         """A batch of these columns without rows."""
         return pa.RecordBatch.from_arrays([pa.array([], type=self._types[name]) for name in names], names=list(names))
 
-    def _count(self, block: Block, num_cells: int) -> None:
+    def _count(self, block: ValueBlock, num_cells: int) -> None:
         if num_cells and not block.num_cells:
             self._living.add(block)
             if block.ref is not None:
@@ -253,7 +255,7 @@ class Blocks:
             self.bytes += block.nbytes
         block.num_cells += num_cells
 
-    def _uncount(self, block: Block) -> None:
+    def _uncount(self, block: ValueBlock) -> None:
         block.num_cells -= 1
         if not block.num_cells:
             self._living.discard(block)
@@ -261,22 +263,24 @@ class Blocks:
             self.bytes -= block.nbytes
             self._freed(block)
 
-    def _uncount_all(self, cells: Sequence[Place | None]) -> None:
+    def _uncount_all(self, cells: Sequence[CellPlace | None]) -> None:
         for cell in cells:
             if cell is not None:
                 self._uncount(cell.block)
 
 
-def _blocks_of(columns: dict[str, Cells]) -> set[Block]:
-    found: set[Block] = set()
+def _blocks_of(columns: dict[str, Cells]) -> set[ValueBlock]:
+    found: set[ValueBlock] = set()
     for cells in columns.values():
-        found.update((cells.block,) if isinstance(cells, Place) else [cell.block for cell in cells if cell is not None])
+        found.update(
+            (cells.block,) if isinstance(cells, CellPlace) else [cell.block for cell in cells if cell is not None]
+        )
     return found
 
 
 def _has(group: dict[str, Cells], name: str, index: int) -> bool:
     cells = group.get(name)
-    return cells is not None and (isinstance(cells, Place) or cells[index] is not None)
+    return cells is not None and (isinstance(cells, CellPlace) or cells[index] is not None)
 
 
 Columns = tuple[list[str], np.ndarray]
@@ -292,14 +296,16 @@ class Payload(Struct, array_like=True):
     columns: list[Columns] = []
 
     @property
-    def refs(self) -> list[Placed]:
+    def refs(self) -> list[SegmentRef]:
         """The sources that are elsewhere."""
-        return [source for source in self.sources if not isinstance(source, Inline)]
+        return [source for source in self.sources if not isinstance(source, InlineBatch)]
 
     def with_batches(self, fetched: Sequence[pa.RecordBatch]) -> "Payload":
         """Return the same rows without references: in place of each of `refs` the batch that was fetched for it."""
         found = iter(fetched)
-        sources = [source if isinstance(source, Inline) else Inline(next(found)) for source in self.sources]
+        sources: list[SentBatch] = [
+            source if isinstance(source, InlineBatch) else InlineBatch(next(found)) for source in self.sources
+        ]
         return Payload(self.row_ids, self.group_ids, sources, self.columns)
 
     @property
@@ -308,21 +314,21 @@ class Payload(Struct, array_like=True):
         return [source.batch for source in self.sources]  # type: ignore[union-attr]
 
 
-def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
+def gather(blocks: BlockIndex, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
     """Gather the columns `names` of the rows. Raises `UnknownColumn` if a row lacks one."""
     ids = np.asarray(row_ids, dtype=np.int64)
     payload = Payload(ids, ids // blocks.group_size)
     spans = spans_of(row_ids, blocks.group_size)
-    side_by_side: dict[tuple[Place | tuple[Place, ...], ...], list[str]] = {}
+    side_by_side: dict[tuple[CellPlace | tuple[CellPlace, ...], ...], list[str]] = {}
     for name in names:
         side_by_side.setdefault(blocks.places(spans, name), []).append(name)
-    numbers: dict[Block, int] = {}
+    numbers: dict[ValueBlock, int] = {}
     for found, together in side_by_side.items():
         places = _joined(spans, found)
         inline = [one for one in places if one[0].block.batch is not None]
         here, taken = len(payload.sources), 0
         if inline or not places:
-            payload.sources.append(Inline(_inline(blocks, inline, together)))
+            payload.sources.append(InlineBatch(_inline(blocks, inline, together)))
         if len(inline) == len(places) and all(place.stride for place, _ in inline):
             payload.columns.append((together, np.array([(here, 0, 1, len(ids))], np.int64)))
             continue
@@ -354,36 +360,40 @@ def by_value(payload: Payload) -> Payload:
     batches = payload.batches
     values = Payload(payload.row_ids, payload.group_ids)
     for number, (together, places) in enumerate(payload.columns):
-        values.sources.append(Inline(rows_at(batches, together, places, compact=True)))
+        values.sources.append(InlineBatch(rows_at(batches, together, places, compact=True)))
         values.columns.append((together, np.array([(number, 0, 1, len(payload.row_ids))], np.int64)))
     return values
 
 
-def _joined(spans: Sequence[Span], found: Sequence[Place | tuple[Place, ...]]) -> list[tuple[Place, int]]:
+def _joined(spans: Sequence[Span], found: Sequence[CellPlace | tuple[CellPlace, ...]]) -> list[tuple[CellPlace, int]]:
     """Join places one after the other, each with its number of rows, into as few as can be."""
-    joined: list[tuple[Place, int]] = []
+    joined: list[tuple[CellPlace, int]] = []
     block, start, stride, count = None, 0, 1, 0
     for (_, _, indices), cells in zip(spans, found, strict=True):
-        each = ((cells, indices.start, len(indices)),) if isinstance(cells, Place) else [(cell, 0, 1) for cell in cells]
+        each = (
+            ((cells, indices.start, len(indices)),)
+            if isinstance(cells, CellPlace)
+            else [(cell, 0, 1) for cell in cells]
+        )
         for place, skipped, more in each:
             first = place.start + skipped * place.stride
             if place.block is block and stride and place.stride and first == start + count:
                 count += more
                 continue
             if block is not None:
-                joined.append((Place(block, start, stride), count))
+                joined.append((CellPlace(block, start, stride), count))
             block, start, stride, count = place.block, first, place.stride if more > 1 else 1, more
     if block is not None:
-        joined.append((Place(block, start, stride), count))
+        joined.append((CellPlace(block, start, stride), count))
     return joined
 
 
-def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -> pa.RecordBatch:
+def _inline(blocks: BlockIndex, places: list[tuple[CellPlace, int]], names: list[str]) -> pa.RecordBatch:
     """The values of places that are here, one after the other: no more of their batches than that, and what is one
     value for the rows of a group once."""
     if not places:
         return blocks.empty(names)
-    numbers: dict[Block, int] = {}
+    numbers: dict[ValueBlock, int] = {}
     table: list[list[int]] = []
     ends = None
     for (block, start, stride), count in places:

@@ -1,7 +1,7 @@
 """Batches and messages as plain data: notes that say where the Arrow buffers of a batch lie, and msgpack for all else.
 
     in a segment   file    │ offsets │ values │ offsets │ values │ …      each begins at a multiple of `ALIGN`
-                   note    `Placed`: segment and serial, rows, by column its type and the (offset, bytes) of its buffers
+                   note    `SegmentRef`: segment, serial, rows, by column its type and (offset, bytes) of its buffers
     by value       body    msgpack, in which a batch is its note
                    pieces  the buffers one after the other, so that nothing copies them into the body
 
@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from penstock.conf.errors import NotPlainData
 from penstock.store.data.schema import ARROW_TYPES, take
-from penstock.store.errors import StoreError, named
+from penstock.store.errors import StoreError, error_named
 
 ALIGN = 64
 """Alignment in bytes that Arrow recommends, so that vector instructions may be used."""
@@ -45,7 +45,7 @@ NOTHING: pa.Buffer = pa.py_buffer(b"")
 """The area of a message without batches."""
 
 
-class Placed(Struct, frozen=True, array_like=True, tag="placed"):
+class SegmentRef(Struct, frozen=True, array_like=True, tag="placed"):
     """The place of a batch. Two that are equal are the same batch: `serial` counts what was ever written there."""
 
     segment: str
@@ -62,13 +62,13 @@ class Placed(Struct, frozen=True, array_like=True, tag="placed"):
         return [name for name, _, _ in self.columns]
 
 
-class Inline(Struct, frozen=True, array_like=True, tag="inline"):
+class InlineBatch(Struct, frozen=True, array_like=True, tag="inline"):
     """A batch that goes by value."""
 
     batch: pa.RecordBatch
 
 
-SentBatch: TypeAlias = Inline | Placed
+SentBatch: TypeAlias = InlineBatch | SegmentRef
 """A batch on its way: by value, or where it lies."""
 
 
@@ -184,7 +184,7 @@ class Codec:
             shape, values = msgspec.convert(note, ArrayNote)
             return np.frombuffer(values, dtype=np.int64).reshape(shape)
         if issubclass(kind, StoreError):
-            return named(*msgspec.convert(note, ErrorNote))
+            return error_named(*msgspec.convert(note, ErrorNote))
         raise TypeError(kind.__name__)
 
     def _put(self, buffer: pa.Buffer) -> ByteRange:

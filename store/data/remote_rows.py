@@ -1,16 +1,16 @@
 """Large batches that lie on other nodes of a run: they stay where their writer has put them, and are pulled from there.
 
-    writer ─ file ─▶ its node's directory     ─ `Placed`, facts ─▶ store     the store never sees the bytes
-    reader ─ Wanted, … ─▶ its node's `RowsServer` ─ note, buffers ─▶ reader
-    store ─ Remove | Spill | Sweep | Preallocate, … ─▶ `RowsServer` ─ done ─▶ store
+    writer ─ file ─▶ its node's directory     ─ `SegmentRef`, facts ─▶ store     the store never sees the bytes
+    reader ─ RowsRequest, … ─▶ its node's `RowsServer` ─ note, buffers ─▶ reader
+    store ─ RemoveOrder | SpillOrder | SweepOrder | PreallocateOrder, … ─▶ `RowsServer` ─ done ─▶ store
 
-`Pulls` reads several batches of a node in one request, of several nodes at the same time, over connections that are
-kept: of each batch those rows and columns that the payload takes of it. They are written to the connection right from
-the mapping of their file. A file that is asked for is in use: the store counts the reader from the moment that it names
-the file until the reader has the values, so nothing here changes or goes while it is read.
+`RemoteReader` reads several batches of a node in one request, of several nodes at the same time, over connections that
+are kept: of each batch those rows and columns that the payload takes of it. They are written to the connection right
+from the mapping of their file. A file that is asked for is in use: the store counts the reader from the moment that it
+names the file until the reader has the values, so nothing here changes or goes while it is read.
 
-`Orders` say what becomes of a node's files. One server is the store's own (`service/store_server.py`), which needs no
-orders; the others are the agents' (`workers/node/node_agent.py`). The creator of the store tells it the nodes
+`NodeOrders` say what becomes of a node's files. One server is the store's own (`service/store_server.py`), which needs
+no orders; the others are the agents' (`workers/node/node_agent.py`). The creator of the store tells it the nodes
 (`RowsNodes`), and the store its clients.
 """
 
@@ -34,7 +34,17 @@ from msgspec import Struct
 from penstock.network.connection import Address, Connection, Frame, connect
 from penstock.network.names import OutsideName, checked
 from penstock.store.data.block_index import Payload, rows_at
-from penstock.store.data.codec import NOTHING, Codec, Inline, Malformed, Placed, SentBatch, joined, piece_of, read
+from penstock.store.data.codec import (
+    NOTHING,
+    Codec,
+    InlineBatch,
+    Malformed,
+    SegmentRef,
+    SentBatch,
+    joined,
+    piece_of,
+    read,
+)
 from penstock.store.data.roots import claim_root, guard_root, remove_root
 from penstock.store.data.segment_files import map_segment, move, preallocate
 from penstock.store.errors import RowsLost, RowsUnreachable, StoreError
@@ -48,13 +58,13 @@ PATIENCE_S = 60.0
 """Seconds for which a node is tried. One that cannot be reached for so long is gone, and its shared memory with it: it
 is told nothing more."""
 PAUSE_S = 1.0
-MANY = 1000
+MOST_ORDERS = 1000
 """The most orders in one message."""
 AT_ONCE = 16
 """The most requests of one process that are under way."""
 KEPT = 4
 """The most connections to a node that wait for the next request."""
-Place = tuple[int, int, int, int]
+SourceSpan = tuple[int, int, int, int]
 """Source, start, stride, count: see `payload.Columns`."""
 
 
@@ -94,10 +104,10 @@ class RowsNodes:
         return one in self.by_id and other in self.by_id and self.by_id[one].id == self.by_id[other].id
 
 
-class Wanted(Struct, frozen=True, array_like=True):
+class RowsRequest(Struct, frozen=True, array_like=True):
     """Rows of the columns `names` of a batch. `places`: `[K, 3]` int64, start, stride and count of each."""
 
-    placed: Placed
+    placed: SegmentRef
     names: list[str]
     places: np.ndarray
 
@@ -111,32 +121,32 @@ class Wanted(Struct, frozen=True, array_like=True):
         return rows_at([batch], self.names, np.hstack([zeros, self.places]), compact=True)
 
 
-class Remove(Struct, frozen=True, array_like=True, tag="remove"):
+class RemoveOrder(Struct, frozen=True, array_like=True, tag="remove"):
     """Remove a file that no process needs any more."""
 
     name: str
 
 
-class Spill(Struct, frozen=True, array_like=True, tag="spill"):
+class SpillOrder(Struct, frozen=True, array_like=True, tag="spill"):
     """Move a file to disk: shared memory is over its budget."""
 
     name: str
 
 
-class Sweep(Struct, frozen=True, array_like=True, tag="sweep"):
+class SweepOrder(Struct, frozen=True, array_like=True, tag="sweep"):
     """Remove what a writer that is gone has not handed over. `kept`: what it has."""
 
     writer: str
     kept: list[str]
 
 
-class Preallocate(Struct, frozen=True, array_like=True, tag="preallocate"):
+class PreallocateOrder(Struct, frozen=True, array_like=True, tag="preallocate"):
     """Preallocate files: writers of this node have joined. `max_bytes`: their budget."""
 
     max_bytes: int
 
 
-Order = Remove | Spill | Sweep | Preallocate
+Order = RemoveOrder | SpillOrder | SweepOrder | PreallocateOrder
 
 
 class RowsServer:
@@ -190,7 +200,7 @@ class RowsServer:
             return
         if asked.kind != PULL:
             raise Malformed(f"a rows server is sent a message of kind {asked.kind}.")
-        wanted: Sequence[Wanted] = codec.decode(list[Wanted], asked.body, NOTHING)
+        wanted: Sequence[RowsRequest] = codec.decode(list[RowsRequest], asked.body, NOTHING)
         try:
             batches = [one.of(self._batch(one.placed, one.names)) for one in wanted]
         except FileNotFoundError as error:  # as after the death of the store that has granted them
@@ -206,7 +216,7 @@ class RowsServer:
         for piece in joined(b"", pieces):
             connection.send_bytes(piece)
 
-    def _batch(self, placed: Placed, names: Sequence[str]) -> pa.RecordBatch:
+    def _batch(self, placed: SegmentRef, names: Sequence[str]) -> pa.RecordBatch:
         memory = pa.py_buffer(self._mapped(placed.segment, placed.nbytes))
         columns = [column for column in placed.columns if column[0] in names]
         batch = read(placed.num_rows, columns, partial(piece_of, memory))
@@ -221,13 +231,13 @@ class RowsServer:
             return memory
 
     def _carry_out(self, order: Order) -> None:
-        if isinstance(order, Spill):
+        if isinstance(order, SpillOrder):
             self._spill(_checked(order.name))
             return
-        if isinstance(order, Preallocate):
+        if isinstance(order, PreallocateOrder):
             preallocate(str(self._memory), order.max_bytes)
             return
-        if isinstance(order, Remove):
+        if isinstance(order, RemoveOrder):
             gone = [_checked(order.name)]
         else:
             found = self._memory.glob(f"{_checked(order.writer)}-*")
@@ -256,7 +266,7 @@ def _checked(name: str) -> str:
         raise Malformed(str(error)) from None
 
 
-class Orders:
+class NodeOrders:
     """The orders to all nodes about files there, told to each node in order, and carried out by its rows server.
     Lifecycle: `give` any number of times, `close`.
 
@@ -296,7 +306,7 @@ class Orders:
         connection: Connection | None = None
         while (order := waiting.get()) is not None:
             together = [order]
-            while len(together) < MANY and not waiting.empty():
+            while len(together) < MOST_ORDERS and not waiting.empty():
                 if (order := waiting.get()) is None:
                     waiting.put(None)
                     break
@@ -333,7 +343,7 @@ class Orders:
         return connection
 
 
-class Pulls:
+class RemoteReader:
     """A reader of other nodes. Lifecycle: `fetch` and `fetch_blocking` any number of times, from any thread; `close`.
     `addresses`: of the rows servers, by the node's name in segments."""
 
@@ -347,7 +357,7 @@ class Pulls:
     async def fetch(self, payload: Payload) -> Payload:
         """Return the payload with the values of its remote sources in their place. Raises `RowsUnreachable`,
         `StoreError`."""
-        wanted, rest = split(payload, self._node)
+        wanted, rest = split_remote(payload, self._node)
         if self._threads is None:  # of its own: others wait in the event loop's
             self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull")
         loop, nodes = asyncio.get_running_loop(), _by_node(wanted)
@@ -356,7 +366,7 @@ class Pulls:
 
     def fetch_blocking(self, payload: Payload) -> Payload:
         """Fetch as `fetch` does, one node after the other."""
-        wanted, rest = split(payload, self._node)
+        wanted, rest = split_remote(payload, self._node)
         answers = {node: self._pull(node, some) for node, some in _by_node(wanted).items()}
         return _with_answers(rest, wanted, answers)
 
@@ -371,7 +381,7 @@ class Pulls:
                     connection.close()
                 connections.clear()
 
-    def _pull(self, node: str, wanted: list[Wanted]) -> list[pa.RecordBatch]:
+    def _pull(self, node: str, wanted: list[RowsRequest]) -> list[pa.RecordBatch]:
         if node not in self._addresses:
             raise RowsUnreachable(f"rows lie on node {node!r}, of which this process was not told.")
         request = Codec().encode(wanted)[0]
@@ -390,7 +400,7 @@ class Pulls:
             raise self._unreachable(node, error) from None
 
     def _asked(
-        self, node: str, connection: Connection, request: bytes, wanted: Sequence[Wanted]
+        self, node: str, connection: Connection, request: bytes, wanted: Sequence[RowsRequest]
     ) -> list[pa.RecordBatch]:
         """Ask over a connection. Returns the answer; the connection is kept if there was one, and closed otherwise."""
         try:
@@ -432,33 +442,33 @@ class Pulls:
         )
 
 
-def _by_node(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
-    nodes: dict[str, list[Wanted]] = {}
+def _by_node(wanted: Sequence[RowsRequest]) -> dict[str, list[RowsRequest]]:
+    nodes: dict[str, list[RowsRequest]] = {}
     for one in wanted:
         nodes.setdefault(one.placed.node, []).append(one)
     return nodes
 
 
-def _with_answers(rest: Payload, wanted: Sequence[Wanted], answers: Mapping[str, list[pa.RecordBatch]]) -> Payload:
+def _with_answers(rest: Payload, wanted: Sequence[RowsRequest], answers: Mapping[str, list[pa.RecordBatch]]) -> Payload:
     """Return the payload with what was pulled. `answers`: by node, in the order of what was wanted of it."""
     left = {node: iter(batches) for node, batches in answers.items()}
-    return with_pulled(rest, [next(left[one.placed.node]) for one in wanted])
+    return with_remote(rest, [next(left[one.placed.node]) for one in wanted])
 
 
-def split(payload: Payload, node: str | None) -> tuple[list[Wanted], Payload]:
+def split_remote(payload: Payload, node: str | None) -> tuple[list[RowsRequest], Payload]:
     """Return what is to be pulled, and the payload without its remote sources, those that are not of `node`: what is
     pulled follows its own, in this order. A value that several rows share is pulled once."""
     local: list[SentBatch] = []
     number_of: dict[int, int] = {}
     """New number of each local source."""
     for number, source in enumerate(payload.sources):
-        if isinstance(source, Inline) or source.node == node:
+        if isinstance(source, InlineBatch) or source.node == node:
             number_of[number] = len(local)
             local.append(source)
     wanted: list[tuple[Any, list[str], list[tuple[int, int, int]]]] = []
     columns = []
     for names, places in payload.columns:
-        here: list[Place] = []
+        here: list[SourceSpan] = []
         pulled: dict[int, tuple[int, int]] = {}
         """Number of each source among what is wanted, and its rows so far."""
         for source, start, stride, count in places.tolist():
@@ -474,16 +484,16 @@ def split(payload: Payload, node: str | None) -> tuple[list[Wanted], Payload]:
             pulled[source] = number, taken + num_rows
             _add(here, (len(local) + number, taken, min(stride, 1), count))
         columns.append((names, np.asarray(here, dtype=np.int64).reshape(-1, 4)))
-    asked = [Wanted(placed, names, np.asarray(spots, dtype=np.int64)) for placed, names, spots in wanted]
+    asked = [RowsRequest(placed, names, np.asarray(spots, dtype=np.int64)) for placed, names, spots in wanted]
     return asked, Payload(payload.row_ids, payload.group_ids, local, columns)
 
 
-def with_pulled(payload: Payload, pulled: Sequence[pa.RecordBatch]) -> Payload:
-    sources: list[SentBatch] = [*payload.sources, *map(Inline, pulled)]
+def with_remote(payload: Payload, pulled: Sequence[pa.RecordBatch]) -> Payload:
+    sources: list[SentBatch] = [*payload.sources, *map(InlineBatch, pulled)]
     return Payload(payload.row_ids, payload.group_ids, sources, payload.columns)
 
 
-def _add(places: list[Place], place: Place) -> None:
+def _add(places: list[SourceSpan], place: SourceSpan) -> None:
     """Add a place, joined with the last one that it follows in the same batch: it is read without a copy then."""
     if places and place[2]:
         source, start, stride, count = places[-1]

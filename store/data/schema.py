@@ -266,7 +266,7 @@ def _check_token_lengths(lengths: dict[str, np.ndarray], row_ids: Sequence[int])
     written too. `lengths`: entries of each row, by token column."""
     decider = "response_ids" if "response_ids" in lengths else next(iter(lengths), "")
     for name, found in lengths.items():
-        bad = np.flatnonzero(found != lengths[decider]) if name != decider else ()
+        bad = np.flatnonzero(found != lengths[decider])
         if len(bad):
             raise WrongLength(
                 f"column {name!r}, row {row_ids[bad[0]]}: {found[bad[0]]} entries, but {decider!r} has "

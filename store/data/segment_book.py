@@ -27,7 +27,7 @@ class SegmentState(Enum):
 
 
 @dataclass
-class Segment:
+class SegmentEntry:
     """A file that the store knows. One that a writer has not handed over yet, or that was removed, is in no state."""
 
     content: Any
@@ -74,7 +74,7 @@ class SegmentBook:
         """Bytes in shared memory, with their writers, by node."""
         self.spilled_bytes = 0
         """Bytes on disk."""
-        self.segments: dict[str, Segment] = {}
+        self.segments: dict[str, SegmentEntry] = {}
         self._clients: set[str] = set()
         self._written: dict[str, set[str]] = {}
         """Segments that a writer has written, by writer; it may have left."""
@@ -107,7 +107,7 @@ class SegmentBook:
         over its budget now."""
         pooled = self._take_out(name)
         seen = pooled.seen if pooled is not None else set[str]()
-        segment = self.segments[name] = Segment(content, nbytes, on_disk, node, seen=seen)
+        segment = self.segments[name] = SegmentEntry(content, nbytes, on_disk, node, seen=seen)
         self._written.setdefault(writer_of(name), set()).add(name)
         for client in seen:
             self._mapped.setdefault(client, set()).add(name)
@@ -157,7 +157,7 @@ class SegmentBook:
             yield instructions
         self._mapped.pop(client, None)
 
-    def _release(self, client: str, name: str, segment: Segment, instructions: Instructions) -> None:
+    def _release(self, client: str, name: str, segment: SegmentEntry, instructions: Instructions) -> None:
         """Release a segment for a client. Harmless a second time."""
         segment.seen.discard(client)
         del segment.uses[client]
@@ -166,7 +166,7 @@ class SegmentBook:
         else:
             self._settle(name, segment, instructions)
 
-    def _settle(self, name: str, segment: Segment, instructions: Instructions | None = None) -> Instructions:
+    def _settle(self, name: str, segment: SegmentEntry, instructions: Instructions | None = None) -> Instructions:
         """Give a segment back to its writer, or remove it, once no client needs it."""
         instructions = instructions or Instructions()
         if segment.state is not SegmentState.ENDED or +segment.uses:
@@ -181,7 +181,7 @@ class SegmentBook:
             self._remove(name, segment, instructions)
         return instructions
 
-    def _remove(self, name: str, segment: Segment, instructions: Instructions) -> None:
+    def _remove(self, name: str, segment: SegmentEntry, instructions: Instructions) -> None:
         self._take_out(name)
         instructions.unmapped.append((name, self._who_maps(name, segment)))
         if segment.node:
@@ -189,7 +189,7 @@ class SegmentBook:
         else:
             instructions.removed.append((name, segment.on_disk))
 
-    def _take_out(self, name: str) -> Segment | None:
+    def _take_out(self, name: str) -> SegmentEntry | None:
         segment = self.segments.pop(name, None)
         if segment is None:
             return None
@@ -205,10 +205,10 @@ class SegmentBook:
             self._count(segment, -segment.nbytes)
         return segment
 
-    def _who_maps(self, name: str, segment: Segment) -> set[str]:
+    def _who_maps(self, name: str, segment: SegmentEntry) -> set[str]:
         return ({writer_of(name)} | segment.seen) & self._clients
 
-    def _count(self, segment: Segment, nbytes: int) -> None:
+    def _count(self, segment: SegmentEntry, nbytes: int) -> None:
         if segment.on_disk:
             self.spilled_bytes += nbytes
         else:

@@ -12,8 +12,8 @@ pages were touched at the start of the store (`preallocate`): the writer that re
 by the kernel, which touches pages cheaper than a mapping does.
 
 A file is written anew after its last reader, so the store counts the clients that were told of it (`segments.py`); each
-`Use` ends when the last array of what was read is collected, wherever that is, and a `DebouncedCall` then reports it.
-No file stays open: thousands of segments are mapped at a time, and a process may have only a thousand files open.
+`Reading` ends when the last array of what was read is collected, wherever that is, and a `DebouncedCall` reports it. No
+file stays open: thousands of segments are mapped at a time, and a process may have only a thousand files open.
 Python's own `mmap` keeps a copy of the descriptor for as long as the mapping exists; from Python 3.13 on it need not
 (`trackfd`).
 """
@@ -36,7 +36,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from penstock.store.data.codec import ByteRange, Placed, aligned, buffers_of, kind_of, read
+from penstock.store.data.codec import ByteRange, SegmentRef, aligned, buffers_of, kind_of, read
 from penstock.store.data.segment_book import writer_of
 from penstock.store.errors import RowsLost, StoreClosed, StoreError
 
@@ -65,10 +65,10 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class Slot:
+class SegmentSlot:
     """A file that came back, mapped, and how much of it is taken by the batch that is being written."""
 
-    def __init__(self, path: str, give_back: "Callable[[Slot], None]") -> None:
+    def __init__(self, path: str, give_back: "Callable[[SegmentSlot], None]") -> None:
         self.path, self.name = path, os.path.basename(path)
         self.used = 0
         self.memory = np.zeros(0, dtype=np.uint8)
@@ -122,11 +122,11 @@ class Arena:
         """Names of spare files that other writers may have taken meanwhile; None: not looked for yet."""
         self._writer, self._node = writer, node
         self._numbers, self._serials = itertools.count(), itertools.count()
-        self._free: list[Slot] = []
-        self._out: dict[str, Slot] = {}
+        self._free: list[SegmentSlot] = []
+        self._out: dict[str, SegmentSlot] = {}
         """Slots that are with the store, by name."""
 
-    def reserve(self, nbytes: int) -> Slot | None:
+    def reserve(self, nbytes: int) -> SegmentSlot | None:
         """A slot with room for so many bytes: the smallest that has it, a spare one, or the largest, grown. None if
         there is none, or no room to grow."""
         fitting = [slot for slot in self._free if slot.size >= nbytes]
@@ -140,7 +140,7 @@ class Arena:
         self._free.remove(slot)
         return slot
 
-    def place(self, batch: pa.RecordBatch, slot: Slot | None = None) -> Placed:
+    def place(self, batch: pa.RecordBatch, slot: SegmentSlot | None = None) -> SegmentRef:
         """Copy into the slot what does not lie there yet, or all of it into a new file. The file is the
         store's until `recycled` or `forget`. Raises `OSError` if no place has room; then the slot is the caller's as
         before."""
@@ -160,7 +160,7 @@ class Arena:
             for name, array, some in zip(batch.schema.names, batch.columns, arrays, strict=True)
         )
         self._out[slot.name] = slot
-        return Placed(slot.name, next(self._serials), batch.num_rows, columns, nbytes, self._node)
+        return SegmentRef(slot.name, next(self._serials), batch.num_rows, columns, nbytes, self._node)
 
     def recycled(self, names: Iterable[str]) -> None:
         """Take back files that no process reads any more."""
@@ -173,7 +173,7 @@ class Arena:
         for name in names:
             self._out.pop(name, None)
 
-    def _spare(self, nbytes: int) -> Slot | None:
+    def _spare(self, nbytes: int) -> SegmentSlot | None:
         """A preallocated file for so large a batch; the first writer that renames it has it."""
         if not SPARE_BYTES // 8 <= nbytes <= SPARE_BYTES:
             return None
@@ -184,18 +184,18 @@ class Arena:
             path = os.path.join(self._places[0], name)
             with suppress(FileNotFoundError):
                 os.rename(os.path.join(self._places[0], self._spares.pop()), path)
-                slot = Slot(path, self._free.append)
+                slot = SegmentSlot(path, self._free.append)
                 self._free.append(slot)
                 return slot
         return None
 
-    def _new_file(self, arrays: Sequence[Sequence[pa.Buffer]]) -> tuple[Slot, list[ByteRange]]:
+    def _new_file(self, arrays: Sequence[Sequence[pa.Buffer]]) -> tuple[SegmentSlot, list[ByteRange]]:
         """Write all buffers one after the other, in the first place that has room."""
         name = f"{self._writer}-{next(self._numbers)}"
         for place in self._places:
             path = os.path.join(place, name)
             try:
-                return Slot(path, self._free.append), _write_new(path, arrays)
+                return SegmentSlot(path, self._free.append), _write_new(path, arrays)
             except OSError:
                 if place == self._places[-1]:
                     raise
@@ -246,7 +246,7 @@ def _write(file: BinaryIO, buffer: pa.Buffer) -> ByteRange:
     return offset, buffer.size
 
 
-def _put(slot: Slot, buffer: pa.Buffer) -> ByteRange:
+def _put(slot: SegmentSlot, buffer: pa.Buffer) -> ByteRange:
     offset = slot.where(buffer)
     if offset is None:
         offset = slot.used
@@ -256,7 +256,7 @@ def _put(slot: Slot, buffer: pa.Buffer) -> ByteRange:
     return offset, buffer.size
 
 
-def _size(slot: Slot) -> int:
+def _size(slot: SegmentSlot) -> int:
     return slot.size
 
 
@@ -266,7 +266,7 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class Mappings:
+class SegmentMappings:
     """Files by name. `places`: directories to look for them in. `tell`: called when there is something for `ended` to
     return, by the thread that ends it."""
 
@@ -275,9 +275,9 @@ class Mappings:
         self._files: dict[str, np.ndarray] = {}
         self._ended: deque[str] = deque()
 
-    def read(self, placed: Placed) -> pa.RecordBatch:
+    def read(self, placed: SegmentRef) -> pa.RecordBatch:
         """Read a batch as views of the file. Ends one use. Raises `StoreError` if it is in none of the places."""
-        use = Use(placed.segment, self._ended, self._tell)  # first: it ends whatever fails from here on
+        use = Reading(placed.segment, self._ended, self._tell)  # first: it ends whatever fails from here on
         memory = self._files.get(placed.segment)
         if memory is None or len(memory) < placed.nbytes:
             memory = self._files[placed.segment] = self._map(placed.segment)
@@ -287,7 +287,7 @@ class Mappings:
             placed.num_rows, placed.columns, lambda offset, length: pa.foreign_buffer(address + offset, length, use)
         )
 
-    def read_all(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+    def read_all(self, refs: Sequence[SegmentRef]) -> list[pa.RecordBatch]:
         """Read batches. If one cannot be read, no use is left of any."""
         batches: list[pa.RecordBatch] = []
         try:
@@ -327,7 +327,7 @@ class Mappings:
             raise StoreError(f"segment {name} of {', '.join(self._places)} cannot be mapped: {error}.") from None
 
 
-class Use:
+class Reading:
     """The object that every buffer of one reading holds on to; its end is noted in `ended`, and told."""
 
     __slots__ = ("_ended", "_name", "_tell", "memory")

@@ -21,13 +21,30 @@ import pyarrow as pa
 from msgspec import Struct
 
 from penstock.network.names import OutsideName, checked
-from penstock.store.data.block_index import Block, Payload
-from penstock.store.data.codec import Placed, SentBatch, kind_of
-from penstock.store.data.remote_rows import Orders, Preallocate, Pulls, Remove, RowsNodes, RowsServer, Spill, Sweep
+from penstock.store.data.block_index import Payload, ValueBlock
+from penstock.store.data.codec import SegmentRef, SentBatch, kind_of
+from penstock.store.data.remote_rows import (
+    NodeOrders,
+    PreallocateOrder,
+    RemoteReader,
+    RemoveOrder,
+    RowsNodes,
+    RowsServer,
+    SpillOrder,
+    SweepOrder,
+)
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
 from penstock.store.data.schema import check_types
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
-from penstock.store.data.segment_files import Arena, DebouncedCall, FileThread, Mappings, move, preallocate, written_by
+from penstock.store.data.segment_files import (
+    Arena,
+    DebouncedCall,
+    FileThread,
+    SegmentMappings,
+    move,
+    preallocate,
+    written_by,
+)
 from penstock.store.errors import RowsLost, StoreClosed, StoreError
 from penstock.store.spec import StoreSpec
 
@@ -37,7 +54,7 @@ SELF = ""
 """The name of the store itself among the readers."""
 
 
-class Notice(Struct, array_like=True):
+class SegmentNotice(Struct, array_like=True):
     """A message to a client with its next answer: files that it may write again, and files to forget."""
 
     recycled: list[str] = []
@@ -58,7 +75,7 @@ class Segments:
         self._prepared: set[str] = set()
         """Other nodes where files are preallocated."""
         self.book = SegmentBook(max_bytes)
-        self._notices: dict[str, Notice] = {}
+        self._notices: dict[str, SegmentNotice] = {}
         """Notices of clients that are connected."""
         self._tell: dict[str, Callable[[], None]] = {}
         self.nodes = nodes or RowsNodes()
@@ -70,10 +87,10 @@ class Segments:
         places = (str(self.directory), str(self.spill))
         self.rows = RowsServer(places, takes_orders=False)
         """The server for readers on other nodes."""
-        self._orders = Orders(self.nodes)
-        self._pulls = Pulls(self.nodes.addresses, self.nodes.token)
+        self._orders = NodeOrders(self.nodes)
+        self._pulls = RemoteReader(self.nodes.addresses, self.nodes.token)
         self._arena = Arena(places, f"store{os.getpid()}")
-        self._mappings = Mappings(places, self._own_use_ended)
+        self._mappings = SegmentMappings(places, self._own_use_ended)
         self._unuse_soon: DebouncedCall | None = None
         self._file_thread = FileThread()
         self._moving: set[str] = set()
@@ -91,14 +108,14 @@ class Segments:
         self._node_of[client] = node
         if node and node not in self._prepared:
             self._prepared.add(node)
-            self._orders.give(node, Preallocate(self.book.max_bytes))
-        self._notices[client], self._tell[client] = Notice(), tell
+            self._orders.give(node, PreallocateOrder(self.book.max_bytes))
+        self._notices[client], self._tell[client] = SegmentNotice(), tell
 
     def node_of(self, client: str) -> str:
         """The node that a client writes on; the store's own has no name."""
         return self._node_of.get(client, "")
 
-    async def spill_if_needed(self, placed: Placed) -> None:
+    async def spill_if_needed(self, placed: SegmentRef) -> None:
         """Move the batch to disk if it must be, before it is adopted: others are served meanwhile. Raises as `adopt`
         does."""
         if placed.node:
@@ -119,10 +136,10 @@ class Segments:
             self._moving.discard(name)
         self._moved.add(name)
 
-    async def keep_in_thread(self, batch: pa.RecordBatch) -> Placed:
+    async def keep_in_thread(self, batch: pa.RecordBatch) -> SegmentRef:
         """Keep as `keep` does; other clients are served meanwhile."""
 
-        def undo(placed: Placed | None) -> None:
+        def undo(placed: SegmentRef | None) -> None:
             if placed is not None:
                 self._arena.forget([placed.segment])
                 _remove(self.directory / placed.segment, self.spill / placed.segment)
@@ -131,7 +148,7 @@ class Segments:
         await self.spill_if_needed(placed)
         return placed
 
-    def keep(self, batch: pa.RecordBatch) -> Placed:
+    def keep(self, batch: pa.RecordBatch) -> SegmentRef:
         """Write a batch that has come by value. Raises `StoreError` if there is no room."""
         self.kept += 1
         try:
@@ -142,7 +159,7 @@ class Segments:
                 "store.shared_memory_mib, or set store.spill_dir to a larger disk."
             ) from None
 
-    def adopt(self, placed: Placed) -> None:
+    def adopt(self, placed: SegmentRef) -> None:
         """Take over a file that a producer has written. Raises `StoreError` if it is none, or if it must be moved to
         disk and cannot be: then it goes back to its writer, or away."""
         name = placed.segment
@@ -161,7 +178,7 @@ class Segments:
             self._carry_out(self.book.spilled(name))
         self._moved.discard(name)
 
-    def _checked(self, placed: Placed) -> tuple[int, bool]:
+    def _checked(self, placed: SegmentRef) -> tuple[int, bool]:
         """Bytes of a batch's file, and whether it is on disk. Raises `StoreError` if it cannot be adopted."""
         name = _named(placed)
         size, on_disk = self._found(name)
@@ -178,17 +195,17 @@ class Segments:
         except OSError as error:
             raise StoreError(f"segment {name} of {self.directory} cannot be read: {error}.") from None
 
-    def _adopt_remote(self, placed: Placed) -> None:
+    def _adopt_remote(self, placed: SegmentRef) -> None:
         """Take over a file on another node, which is known by its writer's word alone."""
         name, node = _named(placed), placed.node
         if self.node_of(writer_of(name)) != node or self.book.in_use(name):
             raise StoreError(f"segment {name} of node {node} is not its writer's, or is in use.")
         if self.book.adopt(name, placed, placed.nbytes, False, node):
-            self._orders.give(node, Spill(name))
+            self._orders.give(node, SpillOrder(name))
             self._carry_out(self.book.spilled(name))
 
     @contextmanager
-    def held(self, refs: Sequence[Placed]) -> Iterator[Callable[[Payload], Payload]]:
+    def held(self, refs: Sequence[SegmentRef]) -> Iterator[Callable[[Payload], Payload]]:
         """Hold these batches meanwhile, so that no writer overwrites them: mapped if they lie here, pulled when they
         are needed if not. Returns a function that puts the values of a payload in place of its references to them. It
         blocks where some lie on another node, and raises `RowsUnreachable`. Raises `StoreError` if the rows of one have
@@ -211,9 +228,9 @@ class Segments:
     def reader(self) -> Callable[[Payload], Payload]:
         """Return a function like that of `held`, for one thread: of batches that cannot end meanwhile, each mapped when
         it is needed and no longer."""
-        mappings = Mappings((str(self.directory), str(self.spill)), lambda: None)
+        mappings = SegmentMappings((str(self.directory), str(self.spill)), lambda: None)
 
-        def read(refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+        def read(refs: Sequence[SegmentRef]) -> list[pa.RecordBatch]:
             batches = mappings.read_all(refs)
             mappings.forget(placed.segment for placed in refs)
             mappings.ended()
@@ -221,7 +238,7 @@ class Segments:
 
         return lambda payload: self._resolved(payload, read)
 
-    def _resolved(self, payload: Payload, read: Callable[[Sequence[Placed]], list[pa.RecordBatch]]) -> Payload:
+    def _resolved(self, payload: Payload, read: Callable[[Sequence[SegmentRef]], list[pa.RecordBatch]]) -> Payload:
         """Return a payload with the values in place of its references. `read`: gives those that lie here."""
         if any(placed.node for placed in payload.refs):
             payload = self._pulls.fetch_blocking(payload)
@@ -236,12 +253,12 @@ class Segments:
         for name in names:
             self._carry_out(self.book.unuse(client, name))
 
-    def notice(self, client: str) -> Notice | None:
+    def notice(self, client: str) -> SegmentNotice | None:
         """Return what a client has not been told yet."""
         notice = self._notices.get(client)
         if notice is None or not (notice.recycled or notice.removed):
             return None
-        self._notices[client] = Notice()
+        self._notices[client] = SegmentNotice()
         return notice
 
     async def left(self, client: str) -> None:
@@ -256,7 +273,7 @@ class Segments:
             if self._is_closed:
                 return  # all files go
         if node:
-            self._orders.give(node, Sweep(client, self.book.written_by(client)))
+            self._orders.give(node, SweepOrder(client, self.book.written_by(client)))
             return
         self._departed.add(client)
         if self._looking is None:
@@ -329,7 +346,7 @@ class Segments:
             self._arena.forget([name])
             self.rows.forget([name])
         for node, name in instructions.removed_remote:
-            self._orders.give(node, Remove(name))
+            self._orders.give(node, RemoveOrder(name))
         if instructions.removed:
             self._remove([(self.spill if on_disk else self.directory) / name for name, on_disk in instructions.removed])
 
@@ -356,7 +373,7 @@ class Segments:
         )
 
 
-def _named(placed: Placed) -> str:
+def _named(placed: SegmentRef) -> str:
     """The segment of a batch. Raises `StoreError` for what is no name of a file: a client chooses it, and the store
     removes it."""
     try:
@@ -394,36 +411,36 @@ class Intake:
         of it is kept."""
         if self._segments is None:
             return sent
-        if isinstance(sent, Placed):
+        if isinstance(sent, SegmentRef):
             await self._segments.spill_if_needed(sent)
             return sent
         if sent.batch.nbytes <= self._inline_bytes:
             return sent
         return await self._segments.keep_in_thread(sent.batch)
 
-    def block(self, sent: SentBatch, num_rows: int) -> Block:
+    def block(self, sent: SentBatch, num_rows: int) -> ValueBlock:
         """Make a block. Raises `UnknownColumn`, `WrongType`, `WrongLength`, `StoreError`; then nothing of the batch
         is kept."""
-        if isinstance(sent, Placed):
+        if isinstance(sent, SegmentRef):
             return self._adopted(sent, num_rows)
         batch = sent.batch
         types = zip(batch.schema.names, map(kind_of, batch.schema.types), strict=True)
         check_types(self.columns, types, batch.num_rows, num_rows)
         if self._segments is None or batch.nbytes <= self._inline_bytes:
-            return Block(batch, None, batch.nbytes)
+            return ValueBlock(batch, None, batch.nbytes)
         return self._adopted(self._segments.keep(batch), num_rows)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: ValueBlock) -> None:
         """Free a block in which no cell lies any more."""
         if block.ref is not None and self._segments is not None:
             self._segments.end(block.ref.segment)
 
-    def _adopted(self, placed: Placed, num_rows: int) -> Block:
+    def _adopted(self, placed: SegmentRef, num_rows: int) -> ValueBlock:
         assert self._segments is not None
         if placed.node in self.lost_nodes:
             raise RowsLost(f"segment {placed.segment} lies on node {placed.node}, which counts as lost.")
         self._segments.adopt(placed)
-        block = Block(None, placed, placed.nbytes)
+        block = ValueBlock(None, placed, placed.nbytes)
         try:
             types = ((name, kind) for name, kind, _ in placed.columns)
             check_types(self.columns, types, placed.num_rows, num_rows)

@@ -6,6 +6,7 @@ A write, a lease or a drop of any number of a group's rows is a few integer oper
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 NO_VERSION = 2**62
 """Oldest version of a row without tokens: newer than any, so it is never stale."""
@@ -31,7 +32,8 @@ class Facts:
         """Facts of all rows of `parts`, which are writes of the same columns."""
         first = parts[0]
         names = [name for name, known in vars(first).items() if isinstance(known, list)]
-        return replace(first, **{name: [value for part in parts for value in getattr(part, name)] for name in names})
+        joined: dict[str, Any] = {name: [value for part in parts for value in getattr(part, name)] for name in names}
+        return replace(first, **joined)
 
 
 class Group:

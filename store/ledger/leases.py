@@ -67,7 +67,7 @@ class Holdings:
 
 
 @dataclass(slots=True)
-class Account:
+class LeaseAccount:
     """A count of the open units of a lease, with those of its client's other leases of the stage."""
 
     holdings: Holdings
@@ -101,7 +101,7 @@ class HeldLease:
     """Mask of the rows whose result is awaited, by group."""
     revoked: dict[int, int] = field(default_factory=dict)
     """Mask of the rows that go to another since values were lost, by group: nothing is awaited of them any more."""
-    account: Account | None = None
+    account: LeaseAccount | None = None
     """The account to tell of rows that are open no more. None: they are not counted."""
 
 

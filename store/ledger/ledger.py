@@ -54,7 +54,7 @@ from penstock.store.ledger.group import (
     untouched,
 )
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.ledger.lost_values import Cells, lose
+from penstock.store.ledger.lost_values import LostCells, lose_cells
 from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Effects, Residents
 from penstock.store.ledger.rounds import Round, Rounds
@@ -223,11 +223,11 @@ class Ledger:
             self._release(lease, "expired", effects)
         return [lease.id for lease in late], effects
 
-    def lost(self, cells: Cells, now: float) -> Effects:
+    def lost(self, cells: LostCells, now: float) -> Effects:
         """Have the values of these cells made again, which are gone; see `lost_values.py`."""
         self.residents.readiness.elapse(now)
         effects = Effects()
-        lose(self.residents, cells, effects)
+        lose_cells(self.residents, cells, effects)
         return effects
 
     def next_deadline(self) -> float | None:

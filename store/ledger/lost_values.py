@@ -22,7 +22,7 @@ from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Effects, Residents
 
-Cells = Mapping[int, Mapping[str, int]]
+LostCells = Mapping[int, Mapping[str, int]]
 """Mask of a group's rows, by group and column."""
 NODE_LOST = "node_lost"
 """The reason with which groups are dropped."""
@@ -73,7 +73,7 @@ def group_loss(group: Group, gone: list[int], stages: Iterable[StageQueue], sour
     return GroupLoss(columns, again)
 
 
-def lose(residents: Residents, cells: Cells, effects: Effects) -> None:
+def lose_cells(residents: Residents, cells: LostCells, effects: Effects) -> None:
     """Give up these cells, whose values are gone. Groups that have ended and values that are not there are passed
     over."""
     holders: dict[int, list[HeldLease]] = {}
@@ -106,7 +106,7 @@ def lose(residents: Residents, cells: Cells, effects: Effects) -> None:
         effects.stages |= residents.readiness.refresh_all(group)
 
 
-def begin_again(residents: Residents, group: Group, effects: Effects) -> None:
+def restart_group(residents: Residents, group: Group, effects: Effects) -> None:
     """Let a group whose batch was released begin again: what it has lost meanwhile is made again, if it can be."""
     if lacks_source(residents, group):
         residents.drop(group, group.live, NODE_LOST, effects)

@@ -12,7 +12,7 @@ from itertools import chain
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
 from penstock.store.ledger.batches import GroupLoad, choose_groups, spread
 from penstock.store.ledger.group import NO_VERSION, Group, masks_of, row_ids, spans_of
-from penstock.store.ledger.lost_values import begin_again
+from penstock.store.ledger.lost_values import restart_group
 from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Effects, Residents
 
@@ -197,7 +197,7 @@ class Rounds:
             residents.head = min(residents.head, group.id)
         residents.release(lease, effects)
         for group in groups:
-            begin_again(residents, group, effects)
+            restart_group(residents, group, effects)
         self.formed -= 1
         self._again.append(sorted(group.id for group in groups))
         self._lags = -1  # groups before it wait again: there may be a batch of these

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.store.ledger.leases import Account, HeldLease, Holdings
+from penstock.store.ledger.leases import HeldLease, Holdings, LeaseAccount
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.wire import LeaseRequest
 
@@ -55,7 +55,7 @@ class Clients:
         """Note that a request was given a lease. Returns its units: samples or groups, as the stage's unit is."""
         self._swept(request.client)[lease.id] = request.ticket
         stage = self._ledger.spec.stages[lease.stage]
-        lease.account = Account(self._held[stage.name], request.client, stage.unit == "sample")
+        lease.account = LeaseAccount(self._held[stage.name], request.client, stage.unit == "sample")
         return lease.account.opened(lease.open.values())
 
     def given(self, client: str, tickets: Collection[int]) -> list[int]:
@@ -96,20 +96,20 @@ class Clients:
         return leases
 
 
-class Claim(NamedTuple):
+class ShareClaim(NamedTuple):
     """The units that one consumer holds of a stage, and how many more it can take."""
 
     held: int
     capacity: int
 
 
-def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Mapping[Claim, int]) -> int:
+def fair_share(free: int, claim: ShareClaim, others: Sequence[ShareClaim] | Mapping[ShareClaim, int]) -> int:
     """Number of `free` units that are for `claim`, if each goes to the one that holds the fewest, by water-filling.
     Ties are for `claim`. `others`: of a thousand most are alike, so they may come counted.
 
-    >>> fair_share(32, Claim(0, 64), [Claim(0, 64)])
+    >>> fair_share(32, ShareClaim(0, 64), [ShareClaim(0, 64)])
     16
-    >>> fair_share(4, Claim(6, 2), [Claim(2, 6)])
+    >>> fair_share(4, ShareClaim(6, 2), [ShareClaim(2, 6)])
     0
     """
     alike = others if isinstance(others, Mapping) else Counter(others)
@@ -131,7 +131,7 @@ def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Mapping[Claim,
     return share + (1 if left > 0 and share < claim.capacity and low >= claim.held else 0)
 
 
-def _poured(claim: Claim, level: int) -> int:
+def _poured(claim: ShareClaim, level: int) -> int:
     return min(claim.capacity, max(0, level - claim.held))
 
 
@@ -195,8 +195,10 @@ class Sharing:
             others = Counter(self._claim(one) for one in requests if one is not request)
             return fair_share(free, self._claim(request), others) if others else free
         expected = self._most
-        others = Counter({Claim(held, max(0, most - held)): n for (held, most), n in self._holdings.levels.items()})
-        others[Claim(0, request.max_held)] += max(0, self._num_peers - len(expected))
+        others = Counter(
+            {ShareClaim(held, max(0, most - held)): n for (held, most), n in self._holdings.levels.items()}
+        )
+        others[ShareClaim(0, request.max_held)] += max(0, self._num_peers - len(expected))
         there = {request.client}
         if request.client in expected:
             others[self._expected(request.client)] -= 1
@@ -212,15 +214,15 @@ class Sharing:
             others[self._claim(one)] += 1
         return fair_share(free, self._claim(request), others)
 
-    def _expected(self, client: str) -> Claim:
+    def _expected(self, client: str) -> ShareClaim:
         held = self.held.get(client, 0)
-        return Claim(held, max(0, self._most[client] - held))
+        return ShareClaim(held, max(0, self._most[client] - held))
 
-    def _claim(self, request: LeaseRequest) -> Claim:
+    def _claim(self, request: LeaseRequest) -> ShareClaim:
         held = self.held.get(request.client, 0)
         if request.max_held:
-            return Claim(held, min(request.max_units, max(0, request.max_held - held)))
-        return Claim(held, request.max_units * max(1, request.max_leases))
+            return ShareClaim(held, min(request.max_units, max(0, request.max_held - held)))
+        return ShareClaim(held, request.max_units * max(1, request.max_leases))
 
 
 class Allotment(Sharing):

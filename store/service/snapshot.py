@@ -33,7 +33,7 @@ import xxhash
 
 from penstock.network.names import OutsideName, checked
 from penstock.store.data import durable
-from penstock.store.data.block_index import Block, Blocks, Payload, assemble, gather
+from penstock.store.data.block_index import BlockIndex, Payload, ValueBlock, assemble, gather
 from penstock.store.data.schema import compact
 from penstock.store.data.segments import Segments
 from penstock.store.errors import CorruptSnapshot, StoreError, TooLarge
@@ -78,7 +78,7 @@ class StoreCut:
     """A cut of a store: copies of its groups and of the index of the values, which are shared. Its values stay until
     `release`: the rows may end while it is written."""
 
-    def __init__(self, ledger: Ledger, blocks: Blocks) -> None:
+    def __init__(self, ledger: Ledger, blocks: BlockIndex) -> None:
         self.spec, self._blocks = ledger.spec, blocks
         self.scalars, self.blocks = scalars(ledger), blocks.begin_copy()
         self._slice = max(1, SLICE // ledger.spec.group_size)
@@ -119,10 +119,10 @@ class StoreCut:
             await asyncio.sleep(0)
 
 
-class Saving:
+class SnapshotWriter:
     """The cuts of a store. Lifecycle: `cut` and `write` in turns; a cut that is not written gives way to the next."""
 
-    def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments | None) -> None:
+    def __init__(self, ledger: Ledger, blocks: BlockIndex, segments: Segments | None) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments
         self._cut: StoreCut | None = None
         self._writing = asyncio.Lock()
@@ -143,10 +143,10 @@ class Saving:
         cut = None if is_apart else self._cut
         if not is_apart:
             self._cut = None
-        cut, wanted = cut or StoreCut(self._ledger, self._blocks), _Wanted(root, timeout_s)
+        cut, wanted = cut or StoreCut(self._ledger, self._blocks), _Deadline(root, timeout_s)
         return await asyncio.shield(self._begin(self._write(cut, root, number, keep, wanted)))
 
-    async def _write(self, cut: StoreCut, root: str, number: int, keep: int, wanted: "_Wanted") -> str:
+    async def _write(self, cut: StoreCut, root: str, number: int, keep: int, wanted: "_Deadline") -> str:
         try:
             await wanted.in_time(self._writing.acquire())
             try:
@@ -173,7 +173,7 @@ class Saving:
             task.exception()  # whoever still waits for it hears of it
 
 
-class _Wanted:
+class _Deadline:
     """The deadline of a snapshot: the work ends with it, wherever it is."""
 
     def __init__(self, root: str, timeout_s: float) -> None:
@@ -411,7 +411,7 @@ def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch], check_wanted: Call
     """Write batches to a file. Returns the size and checksum of what was to be written."""
     first = next(batches)
     with file.open("wb") as opened:
-        summed = _Summed(opened)
+        summed = _ChecksummedFile(opened)
         with pa.ipc.new_file(summed, first.schema) as writer:
             writer.write_batch(first)
             for batch in batches:
@@ -420,7 +420,7 @@ def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch], check_wanted: Call
     return summed.facts()
 
 
-class _Summed:
+class _ChecksummedFile:
     """A file that sums what is written to it."""
 
     closed = False
@@ -442,7 +442,7 @@ class _Summed:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSnapshot:
     """A snapshot that was read whole and found sound."""
 
     ledger: Ledger
@@ -452,7 +452,7 @@ class Loaded:
     """Batches of `row_id`, then some columns."""
 
 
-def load(path: str | Path, spec: StoreSpec) -> Loaded:
+def load(path: str | Path, spec: StoreSpec) -> LoadedSnapshot:
     """Read a snapshot, or the newest one of a directory of them; nothing of it is used unless all of it is sound.
 
     Raises `CorruptSnapshot` that names the file at fault, and `StoreError` if it is of another dataflow.
@@ -469,10 +469,10 @@ def load(path: str | Path, spec: StoreSpec) -> Loaded:
     ledger = Ledger(spec)
     restore(ledger, manifest["ledger"], pa.Table.from_batches(groups).to_pylist())
     rows = [batch for name in manifest["files"] if name.startswith("rows-") for batch in _read_ipc(path / name)]
-    return Loaded(ledger, _read_ipc(path / "source.arrow"), rows)
+    return LoadedSnapshot(ledger, _read_ipc(path / "source.arrow"), rows)
 
 
-def refill(blocks: Blocks, loaded: Loaded, block_of: Callable[[pa.RecordBatch], Block]) -> None:
+def refill(blocks: BlockIndex, loaded: LoadedSnapshot, block_of: Callable[[pa.RecordBatch], ValueBlock]) -> None:
     """Put the values of a snapshot into an empty index. `block_of`: keeps a batch."""
     for batch in loaded.source:
         values = batch.select(batch.schema.names[1:])

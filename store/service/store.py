@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.metering.meters import Meters
-from penstock.store.data.block_index import Blocks, gather
-from penstock.store.data.codec import Inline, SentBatch
+from penstock.store.data.block_index import BlockIndex, gather
+from penstock.store.data.codec import InlineBatch, SentBatch
 from penstock.store.data.segments import Intake, Segments
 from penstock.store.epoch import Epoch
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
@@ -27,11 +27,11 @@ from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.outcomes import Outcome
 from penstock.store.service import snapshot
 from penstock.store.service.sharing import Clients
-from penstock.store.service.snapshot import Saving
-from penstock.store.service.store_server import Endpoint, Server, StorePort
+from penstock.store.service.snapshot import SnapshotWriter
+from penstock.store.service.store_server import Endpoint, StorePort, StoreServer
 from penstock.store.service.store_stats import StoreMeter, describe, of_segments, of_server, stats
 from penstock.store.service.waiters import Locality, Waiters
-from penstock.store.service.wire import Call, Granted, LeaseRequest, Result, Write, calls_of
+from penstock.store.service.wire import Call, Grant, LeaseRequest, Result, WriteRequest, calls_of
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 
@@ -72,14 +72,14 @@ class Store:
         self._clock = clock
         self.segments = segments
         self._intake = Intake(spec, segments)
-        self.blocks = Blocks(spec.columns, spec.group_size, self._intake.free)
+        self.blocks = BlockIndex(spec.columns, spec.group_size, self._intake.free)
         loaded = None if restore is None else snapshot.load(restore, spec)
         self.ledger = Ledger(spec) if loaded is None else loaded.ledger
         if loaded is not None:
-            snapshot.refill(self.blocks, loaded, lambda batch: self._intake.block(Inline(batch), batch.num_rows))
+            snapshot.refill(self.blocks, loaded, lambda batch: self._intake.block(InlineBatch(batch), batch.num_rows))
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._node, self._port = node, port
-        self._server: Server | None = None
+        self._server: StoreServer | None = None
         self._clients = Clients(self.ledger)
         self._work = WorkLog()
         crosses_nodes = segments is not None and segments.nodes.by_id
@@ -94,7 +94,7 @@ class Store:
         self._epoch = Epoch()
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the store lives in."""
-        self._saving = Saving(self.ledger, self.blocks, segments)
+        self._saving = SnapshotWriter(self.ledger, self.blocks, segments)
         self._losing: asyncio.Task[None] | None = None
         """The task that loses what lay on nodes that are gone, some groups at a time."""
         self.meter = StoreMeter(self.ledger, meters or Meters())
@@ -108,7 +108,7 @@ class Store:
         assert self.segments is not None
         if self._server is None:
             path = self.segments.directory / "socket"
-            self._server = Server(self, calls_of(Store), self.segments, path, self._port)
+            self._server = StoreServer(self, calls_of(Store), self.segments, path, self._port)
             await self._server.start()
             self.meter.start()
         return self._server.endpoint(self._node)
@@ -159,7 +159,7 @@ class Store:
         ago. None when the store is closed. Raises `StoreError` in a run without a curriculum."""
         return await self._waiters.outcomes.of(first, end)
 
-    async def lease(self, request: LeaseRequest) -> list[Granted] | None:
+    async def lease(self, request: LeaseRequest) -> list[Grant] | None:
         """Wait for at least one free unit, and lease it. None when the store is closed, or the request was
         withdrawn."""
         self.ledger.residents.stage(request.stage)
@@ -167,7 +167,7 @@ class Store:
         if not self._clients.asked(request):
             return None
 
-        def take() -> list[Granted] | None:
+        def take() -> list[Grant] | None:
             leases = consumers.take(request, self._clock())
             for lease in leases:
                 self._work.granted(lease.id, request.stage, request.owner)
@@ -198,13 +198,13 @@ class Store:
 
     async def lease_shared(
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
-    ) -> Granted | None:
+    ) -> Grant | None:
         """Lease this rank's share of round `number`. Waits until it is formed. None when the store is closed, but for a
         round that another rank has already begun: that one waits for this rank in a collective.
         """
         self.ledger.residents.stage(stage)
 
-        def take() -> Granted | None:
+        def take() -> Grant | None:
             if self._closed is not None and not self.ledger.has_formed(stage, number):
                 return None
             made, effects = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
@@ -240,7 +240,7 @@ class Store:
 
         return bool(await self._ranks[train.name].wait(look))
 
-    async def write(self, one: Write) -> None:
+    async def write(self, one: WriteRequest) -> None:
         """Write results: see `Ledger.write`."""
         block = self._intake.block(await self._intake.ready(one.sent), len(one.row_ids))
         self.blocks.pin(block)
@@ -314,7 +314,7 @@ class Store:
         self._epoch.check(epoch)
         self._carry_out(self.ledger.served(version, max_active))
 
-    async def last_batch(self, names: list[str] | None) -> Granted:
+    async def last_batch(self, names: list[str] | None) -> Grant:
         """Return the batch trained last, less rows that are lost. `names`: None for all that they have. Raises
         `UnknownColumn`."""
         rows = self.ledger.last_batch()
@@ -381,10 +381,10 @@ class Store:
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
-    ) -> Granted:
+    ) -> Grant:
         names = self._reads[stage] if names is None else names
         self._waiters.schedule()
-        return Granted(lease_id, stage, names, gather(self.blocks, rows, names), version)
+        return Grant(lease_id, stage, names, gather(self.blocks, rows, names), version)
 
     def _groups_of(self, row_ids: Sequence[int]) -> set[int]:
         size = self._spec.group_size

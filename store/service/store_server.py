@@ -27,7 +27,7 @@ from penstock.store.data.remote_rows import ROWS, RowsNodes
 from penstock.store.data.segment_files import DebouncedCall
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
-from penstock.store.service.wire import ANSWER, HELLO, MANY, MESSAGE, Answer, Calls, Hello, Wire, refs_of
+from penstock.store.service.wire import ANSWER, HELLO, MANY, MESSAGE, CallTypes, Hello, StoreAnswer, Wire, refs_of
 
 BACKLOG = 4096
 """Connections that wait to be accepted: all clients of a run come at once."""
@@ -60,17 +60,17 @@ class Endpoint:
     """Nodes on which large batches may lie, beside these directories."""
 
 
-class Served(Protocol):
+class ServedStore(Protocol):
     async def left(self, client: str) -> None:
         """Note that the client's connection has ended."""
 
 
-class Server:
+class StoreServer:
     """A server of one store. Lifecycle: made in an event loop, then `start`; it goes with the loop, or with `close`.
     `path`: of the socket. `port`: for other machines; None: it is called from its own alone."""
 
     def __init__(
-        self, store: Served, calls: Calls, segments: Segments, path: Path, port: StorePort | None = None
+        self, store: ServedStore, calls: CallTypes, segments: Segments, path: Path, port: StorePort | None = None
     ) -> None:
         """Prepare the server. Raises `StoreError` if no port is free."""
         self._store, self._calls = store, calls
@@ -139,7 +139,7 @@ class Server:
 class PeerCheck(asyncio.BaseProtocol):
     """The first protocol of a connection: nothing is read before its user is known."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: StoreServer) -> None:
         self._server = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -156,7 +156,7 @@ class PeerCheck(asyncio.BaseProtocol):
 class ClientConnection:
     """A client's connection. Its first message is its name, the others are calls."""
 
-    def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments) -> None:
+    def __init__(self, server: StoreServer, store: ServedStore, calls: CallTypes, segments: Segments) -> None:
         self.wire = Wire(self._on_message, self._on_lost)
         self._server, self._store, self._calls = server, store, calls
         self._segments = segments
@@ -210,10 +210,10 @@ class ClientConnection:
             return
         notice = self._segments.notice(client)
         try:
-            self.wire.send(ANSWER, Answer(number, value, error, notice))
+            self.wire.send(ANSWER, StoreAnswer(number, value, error, notice))
         except NotPlainData as failure:
             unsent = StoreError(f"the answer of {method!r} cannot be sent: {failure}")
-            self.wire.send(ANSWER, Answer(number, None, unsent, notice))
+            self.wire.send(ANSWER, StoreAnswer(number, None, unsent, notice))
             return
         for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
             self._segments.book.use(client, placed.segment)
@@ -222,7 +222,7 @@ class ClientConnection:
         """Send a notice that no answer has taken along: a client that calls nothing would hold on to what is gone."""
         notice = self._segments.notice(str(self._client))
         if notice is not None and self.wire.is_open:
-            self.wire.send(ANSWER, Answer(None, None, None, notice))
+            self.wire.send(ANSWER, StoreAnswer(None, None, None, notice))
 
     def _on_lost(self, error: Exception | None) -> None:
         if isinstance(error, Malformed):

@@ -15,7 +15,7 @@ from penstock.metering.meters import Meters
 from penstock.store.data.segments import Segments
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import STORE_LOST, Ledger
-from penstock.store.service.store_server import Server
+from penstock.store.service.store_server import StoreServer
 
 Described = dict[str, Any]
 LEASES_AT_ONCE = 256
@@ -65,7 +65,7 @@ def of_segments(segments: Segments) -> dict[str, float]:
     }
 
 
-def of_server(server: Server) -> dict[str, float]:
+def of_server(server: StoreServer) -> dict[str, float]:
     """Numbers of connections that ended at once."""
     return {"store/refused_connections": server.refused, "store/malformed_messages": server.malformed}
 

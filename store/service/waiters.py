@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.store.data.block_index import Block, Blocks, Place
+from penstock.store.data.block_index import BlockIndex, CellPlace, ValueBlock
 from penstock.store.data.codec import SentBatch
 from penstock.store.data.segments import Intake, Segments
 from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
@@ -29,7 +29,7 @@ from penstock.store.ledger.outcomes import Outcome
 from penstock.store.ledger.readiness import StageQueue
 from penstock.store.ledger.residents import Effects
 from penstock.store.service.sharing import PATIENCE_S, Allotment, Clients
-from penstock.store.service.wire import WITHDRAWN, Granted, LeaseRequest
+from penstock.store.service.wire import WITHDRAWN, Grant, LeaseRequest
 
 T = TypeVar("T")
 CALLERS_EXAMINED = 64
@@ -163,7 +163,7 @@ def _wake(waiting: WaitingCall, *, goes_on: bool = True) -> None:
 
 
 @dataclass
-class _UnderWay:
+class _PutUnderWay:
     """A client's put that waits."""
 
     withdrawn: set[int] = field(default_factory=set)
@@ -179,7 +179,7 @@ class PutQueue(WaitQueue):
     def __init__(
         self,
         ledger: Ledger,
-        blocks: Blocks,
+        blocks: BlockIndex,
         intake: Intake,
         clock: Callable[[], float],
         waiters: "Waiters",
@@ -191,7 +191,7 @@ class PutQueue(WaitQueue):
         self._spec, self._ledger = ledger.spec, ledger
         self._blocks, self._intake = blocks, intake
         self._clock, self._waiters, self._admitted = clock, waiters, admitted
-        self._under_way: dict[str, _UnderWay] = {}
+        self._under_way: dict[str, _PutUnderWay] = {}
         """Puts that wait, by client."""
         self._source: str | None = None
         """The only client that may put; None: any."""
@@ -200,7 +200,7 @@ class PutQueue(WaitQueue):
         self, names: list[str], sent: SentBatch, facts: Facts, client: str, tickets: Sequence[int]
     ) -> list[int]:
         """Put groups: see `Store.put`."""
-        mine = self._under_way[client] = _UnderWay()
+        mine = self._under_way[client] = _PutUnderWay()
         try:
             block = self._intake.block(await self._intake.ready(sent), len(facts.row_bytes))
             self._blocks.pin(block)
@@ -213,7 +213,7 @@ class PutQueue(WaitQueue):
                 del self._under_way[client]
 
     async def _admitted_all(
-        self, names: list[str], block: Block, facts: Facts, client: str, tickets: Sequence[int], mine: _UnderWay
+        self, names: list[str], block: ValueBlock, facts: Facts, client: str, tickets: Sequence[int], mine: _PutUnderWay
     ) -> list[int]:
         num_groups = len(facts.row_bytes)
         admitted: list[int] = []
@@ -282,7 +282,7 @@ class PutQueue(WaitQueue):
         """Clients whose put waits."""
         return list(self._under_way)
 
-    def _refusal(self, client: str, under_way: _UnderWay) -> str:
+    def _refusal(self, client: str, under_way: _PutUnderWay) -> str:
         """The reason why no more of a client's groups are admitted, if that is so."""
         if self._source not in (None, client):
             return "another client is the source of groups now"
@@ -310,7 +310,7 @@ def _at(values: list[int] | None, position: int) -> int:
 class Locality:
     """The nodes of rows and of clients, in a run on several nodes."""
 
-    def __init__(self, ledger: Ledger, blocks: Blocks, segments: Segments) -> None:
+    def __init__(self, ledger: Ledger, blocks: BlockIndex, segments: Segments) -> None:
         self._ledger, self._blocks, self._segments = ledger, blocks, segments
 
     def node_of_next(self, stage: StageQueue) -> str | None:
@@ -328,9 +328,9 @@ class Locality:
     def node_of(self, client: str) -> str:
         return self._segments.node_of(client)
 
-    def _block(self, group: int, index: int, name: str) -> Block:
+    def _block(self, group: int, index: int, name: str) -> ValueBlock:
         found = self._blocks.found(group, range(index, index + 1), name)
-        return found.block if isinstance(found, Place) else found[0].block
+        return found.block if isinstance(found, CellPlace) else found[0].block
 
 
 class StragglerTimer:
@@ -393,7 +393,7 @@ class ConsumerQueue(WaitQueue):
         self._patience: asyncio.TimerHandle | None = None
         """Timer until which units are kept for consumers that are not there."""
 
-    async def lease(self, take: Callable[[], list[Granted] | None], request: LeaseRequest) -> list[Granted] | None:
+    async def lease(self, take: Callable[[], list[Grant] | None], request: LeaseRequest) -> list[Grant] | None:
         """Return what `take` gives in this request's turn. None when closed, or when it was withdrawn."""
         self._allotment.asked(request)
         return await self.wait(take, request.client, request.ticket, request)
@@ -568,7 +568,7 @@ class Waiters:
         self,
         ledger: Ledger,
         clients: Clients,
-        blocks: Blocks,
+        blocks: BlockIndex,
         intake: Intake,
         locality: Locality | None,
         clock: Callable[[], float],

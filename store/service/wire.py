@@ -1,7 +1,7 @@
 """Messages between a store and its clients, and the connection in an event loop that carries them.
 
-    client ─ Hello, then ClientMessage(number, request, …) ─▶ store        requests carry Write, LeaseRequest
-    client ◀─ Answer(number, value or error, …) ───────────── store        values: Granted, …
+    client ─ Hello, then ClientMessage(number, request, …) ─▶ store        requests carry WriteRequest, LeaseRequest
+    client ◀─ StoreAnswer(number, value or error, …) ───────────── store        values: Grant, …
 
 Each method in `CALLS` has a request type after its signature; a message that names another method, or has arguments of
 other types, is refused before anything of it is used. All is plain data (`data/codec.py`): `client/store_client.py` and
@@ -26,8 +26,8 @@ from msgspec.structs import astuple, replace
 
 from penstock.network.connection import HEADER, MAX_BODY
 from penstock.store.data.block_index import Payload, by_value
-from penstock.store.data.codec import NOTHING, Codec, Malformed, Placed, SentBatch, joined
-from penstock.store.data.segments import Notice
+from penstock.store.data.codec import NOTHING, Codec, Malformed, SegmentRef, SentBatch, joined
+from penstock.store.data.segments import SegmentNotice
 from penstock.store.errors import StoreError
 from penstock.store.ledger.group import Facts
 
@@ -60,7 +60,7 @@ OnMessage = Callable[[int, memoryview, pa.Buffer], None]
 """A function that takes kind, body, area, as `Codec.decode` wants them. The body is there during the call only."""
 
 
-class Write(Struct, frozen=True, array_like=True):
+class WriteRequest(Struct, frozen=True, array_like=True):
     """A write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
 
     lease_id: int
@@ -90,7 +90,7 @@ class LeaseRequest(Struct, frozen=True, array_like=True):
     """The number by which `withdraw` names the request: unique in the client, which is unique."""
 
 
-class Granted(Struct, frozen=True, array_like=True):
+class Grant(Struct, frozen=True, array_like=True):
     """A lease on its way to its owner."""
 
     lease_id: int
@@ -100,7 +100,7 @@ class Granted(Struct, frozen=True, array_like=True):
     version: int = 0
 
 
-def refs_of(value: Any) -> list[Placed]:
+def refs_of(value: Any) -> list[SegmentRef]:
     """The segments that the answer to a call names."""
     return [placed for granted in _granted(value) for placed in granted.payload.refs]
 
@@ -113,9 +113,9 @@ def with_values(value: Any, resolve: Callable[[Payload], Payload]) -> Any:
     return replace(value, payload=by_value(resolve(value.payload)))
 
 
-def _granted(value: Any) -> list[Granted]:
+def _granted(value: Any) -> list[Grant]:
     together = value if isinstance(value, list) else [value]
-    return [one for one in together if isinstance(one, Granted)]
+    return [one for one in together if isinstance(one, Grant)]
 
 
 class Hello(Struct, array_like=True):
@@ -135,16 +135,16 @@ class ClientMessage(Struct, Generic[T], array_like=True):
     """Segments, once for each reading of theirs that has ended."""
 
 
-class Answer(Struct, Generic[T], array_like=True):
+class StoreAnswer(Struct, Generic[T], array_like=True):
     """The store's answer to the request of that number, or a message that it sends unasked."""
 
     number: int | None
     value: T
     error: StoreError | None = None
-    notice: Notice | None = None
+    notice: SegmentNotice | None = None
 
 
-class Calls:
+class CallTypes:
     """The requests that one class serves."""
 
     def __init__(self, served: type, names: Sequence[str]) -> None:
@@ -180,9 +180,9 @@ class Calls:
 
 
 @cache
-def calls_of(served: type) -> Calls:
+def calls_of(served: type) -> CallTypes:
     """The calls of a store."""
-    return Calls(served, CALLS)
+    return CallTypes(served, CALLS)
 
 
 def _any_of(requests: Sequence[type[Struct]]) -> Any:
@@ -213,7 +213,7 @@ class Wire(asyncio.BufferedProtocol):
         self._scratch = bytearray(SCRATCH)
         self._start = self._end = 0
         """Start and end of what lies in the scratch buffer and is not taken yet."""
-        self._large: _Large | None = None
+        self._large: _LargeMessage | None = None
         """The message that is being received, if it is a large one."""
         self._failure: Exception | None = None
 
@@ -291,13 +291,13 @@ class Wire(asyncio.BufferedProtocol):
         """Make room for the rest of a message of `length` bytes, 0 if that is unknown."""
         rest = self._scratch[self._start : self._end]
         if length > SCRATCH:
-            self._large = _Large(rest)
+            self._large = _LargeMessage(rest)
             rest = bytearray()
         self._scratch[: len(rest)] = rest
         self._start, self._end = 0, len(rest)
 
 
-class _Large:
+class _LargeMessage:
     """A message that is being received."""
 
     def __init__(self, begun: bytearray) -> None:

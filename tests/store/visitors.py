@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.network.connection import new_token
 from penstock.network.listener import Listener
-from penstock.store.client.links import InProcess, Lazy, Link, OverSocket, OverTcp
+from penstock.store.client.links import InProcessLink, LazyLink, Link, SocketLink, TcpLink
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.remote_rows import ROWS, RowsNode, RowsNodes, RowsServer
 from penstock.store.data.roots import OWNER_NAME
@@ -19,7 +19,7 @@ from penstock.store.service.store_server import Endpoint, StorePort
 from tests.store.driver import make_spec
 from tests.store.invariants import check_invariants
 
-WAYS = {"in process": InProcess, "socket": OverSocket, "tcp": OverTcp}
+WAYS = {"in process": InProcessLink, "socket": SocketLink, "tcp": TcpLink}
 """Ways from a client to its store."""
 
 
@@ -66,19 +66,19 @@ def serve(
     asyncio.run(main())
 
 
-async def visit(endpoint: Endpoint) -> tuple[StoreClient, OverSocket]:
+async def visit(endpoint: Endpoint) -> tuple[StoreClient, SocketLink]:
     """A client as in another process of the machine."""
     client = StoreClient(endpoint)
     link = await linked(client)
-    assert isinstance(link, OverSocket)
+    assert isinstance(link, SocketLink)
     return client, link
 
 
-async def visit_remotely(endpoint: Endpoint) -> tuple[StoreClient, OverTcp]:
+async def visit_remotely(endpoint: Endpoint) -> tuple[StoreClient, TcpLink]:
     """A client as on another machine."""
     client = StoreClient(unseen(endpoint))
     link = await linked(client)
-    assert isinstance(link, OverTcp)
+    assert isinstance(link, TcpLink)
     return client, link
 
 
@@ -92,7 +92,7 @@ async def visit_by(way: str, store: Store, endpoint: Endpoint) -> tuple[StoreCli
 async def linked(client: StoreClient) -> Link:
     await client.spec()
     link = client.link
-    if not isinstance(link, Lazy):
+    if not isinstance(link, LazyLink):
         return link
     assert link.found is not None
     return link.found

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from penstock.conf.errors import StoreDied
 from penstock.network.connection import Address, new_token
 from penstock.network.host import free_address
-from penstock.store.client.links import OverSocket, OverTcp, endpoint_of
+from penstock.store.client.links import SocketLink, TcpLink, endpoint_of
 from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service.store import Store
@@ -29,7 +29,7 @@ def actor(*answers: Any) -> FakeHandle:
 def test_it_is_asked_again_until_it_answers_and_called_by_the_nearest_way(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         gone = ActorUnavailableError("the connection broke", None)
-        for node, seen, link in (("", endpoint, OverSocket), ("", unseen(endpoint), OverTcp), ("b", endpoint, OverTcp)):
+        for node, seen, link in (("", endpoint, SocketLink), ("", unseen(endpoint), TcpLink), ("b", endpoint, TcpLink)):
             handle = actor(gone, seen)
             client = StoreClient(handle, node or endpoint.node or "here")
             assert isinstance(await linked(client), link)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from penstock.conf.errors import PartnerGone
-from penstock.store.client.links import Connected, Link, OverTcp
+from penstock.store.client.links import ConnectionLink, Link, TcpLink
 from penstock.store.client.store_client import StoreClient
-from penstock.store.data.codec import Inline
+from penstock.store.data.codec import InlineBatch
 from penstock.store.errors import LeaseExpired, NotFinite, StoreClosed, StoreError, UnknownStage
 from penstock.store.service.store import Store
 from penstock.store.service.store_server import Endpoint
@@ -183,7 +183,7 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
         putting = asyncio.ensure_future(dead.put_groups([group(4)]))
         while not len(store.consumers["reward"]) or not len(store.puts):
             await asyncio.sleep(0)
-        assert isinstance(link, Connected)
+        assert isinstance(link, ConnectionLink)
         link.wire.close()
         for call in (waiting, putting, dead.stats()):
             with pytest.raises(PartnerGone, match="the store's process is gone"):
@@ -242,7 +242,7 @@ def test_a_remote_client_is_sent_no_more_than_the_rows_and_columns_it_wants(tmp_
         client, link = await visit_remotely(endpoint)
         await client.put_groups([{"prompt_ids": [number] * LONG, "task": "t" * LONG} for number in range(4)])
         (granted,) = await link.call("lease", LeaseRequest("rollout", 1, "engine", client="c"))
-        assert [source.batch for source in granted.payload.sources if isinstance(source, Inline)] == []
+        assert [source.batch for source in granted.payload.sources if isinstance(source, InlineBatch)] == []
         fetched = await link.fetch(granted.payload)
         batches = [source.batch for source in fetched.sources]
         assert fetched.refs == []
@@ -254,7 +254,7 @@ def test_a_remote_client_is_sent_no_more_than_the_rows_and_columns_it_wants(tmp_
 
 def test_many_clients_at_once_are_all_let_in(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
-        links = await asyncio.gather(*(OverTcp.connect(endpoint, f"c{number}") for number in range(200)))
+        links = await asyncio.gather(*(TcpLink.connect(endpoint, f"c{number}") for number in range(200)))
         assert {spec.group_size for spec in await asyncio.gather(*(link.call("spec") for link in links))} == {2}
 
     serve(tmp_path, body)

@@ -13,7 +13,7 @@ import ray
 
 from penstock.conf.errors import PartnerGone
 from penstock.store.client.heartbeat import LeaseRenewer
-from penstock.store.client.links import OverSocket, OverTcp
+from penstock.store.client.links import SocketLink, TcpLink
 from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import LeaseExpired, UnknownStage
 from penstock.store.service.wire import LeaseRequest
@@ -42,7 +42,7 @@ def elsewhere(handle: Any, body: Callable[[StoreClient, StoreClient], Awaitable[
 
     async def main() -> None:
         remote, local = StoreClient(handle, node="another machine"), StoreClient(handle)
-        for client, link in ((remote, OverTcp), (local, OverSocket)):
+        for client, link in ((remote, TcpLink), (local, SocketLink)):
             assert isinstance(await linked(client), link)
         await asyncio.wait_for(body(remote, local), ANSWER_S)
         stats = await local.stats()

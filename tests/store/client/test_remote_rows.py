@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.store.client.links import OverSocket
+from penstock.store.client.links import SocketLink
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.data.segment_files import SHARE, SPARE_BYTES
@@ -69,7 +69,7 @@ def test_readers_elsewhere_pull_what_they_read_and_local_ones_map_it(tmp_path: P
             "the store's": StoreClient(endpoint), "a container": StoreClient(unseen(endpoint)),
             "in process": StoreClient(store),
         }  # fmt: skip
-        assert isinstance(await linked(readers["the store's"]), OverSocket)
+        assert isinstance(await linked(readers["the store's"]), SocketLink)
         for name, reader in readers.items():
             before = sent.sent_bytes
             lease = await leased(reader, "reference", 3, name)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.graph.columns import Column
-from penstock.store.data.block_index import Block, Blocks, assemble, by_value, gather
-from penstock.store.data.codec import Placed
+from penstock.store.data.block_index import BlockIndex, ValueBlock, assemble, by_value, gather
+from penstock.store.data.codec import SegmentRef
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import MAX_BYTES, blobs_of, check_types, compact, encode, encode_blobs, take
 from penstock.store.errors import StoreError, WrongType
@@ -109,7 +109,7 @@ def test_blobs_have_their_accessor_and_shapes() -> None:
 def test_a_lease_of_more_than_two_gib_is_read_and_sent_without_a_copy() -> None:
     """Of pages that nobody has touched, so it costs no memory as long as nobody copies them."""
     column, num_groups, size = Column("pictures", "binary", "list", per_group=True), 5, 2**30
-    blocks, behind = Blocks([column], 8), {}
+    blocks, behind = BlockIndex([column], 8), {}
     zeros = np.zeros(size, np.uint8)
     zeros.setflags(write=False)
     for group in range(num_groups):
@@ -119,9 +119,9 @@ def test_a_lease_of_more_than_two_gib_is_read_and_sent_without_a_copy() -> None:
         image[:] = size, 0, 0, 0
         picture = pa.Array.from_buffers(pa.binary_view(), 1, [None, pa.py_buffer(image), pa.py_buffer(zeros)])
         batch = pa.record_batch({"pictures": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), picture)})
-        ref = Placed(f"w-{group}", 0, 1, (), size)
+        ref = SegmentRef(f"w-{group}", 0, 1, (), size)
         behind[ref] = batch
-        blocks.add_group(group, Block(None, ref, size), 0, ["pictures"])
+        blocks.add_group(group, ValueBlock(None, ref, size), 0, ["pictures"])
     payload = gather(blocks, range(8 * num_groups), ["pictures"])
     payload = payload.with_batches([behind[ref] for ref in payload.refs])
     for found in (assemble(payload, ["pictures"]), assemble(by_value(payload), ["pictures"])):

@@ -24,7 +24,7 @@ OTHERS = {
     "store/data/segment_files.py: rename": "shared memory",
     "store/data/roots.py: rename": "directories that end with their process",
     "workers/runtime/local_files.py: replace": "files that are written again",
-    "workers/node/file_service.py: rename": "copies that end with the run",
+    "workers/node/node_transfers.py: rename": "copies that end with the run",
     "workers/weights/publication/publication_files.py: replace": "shared memory",
 }
 """Steps of other modules, and why nobody misses what they write after a power cut."""

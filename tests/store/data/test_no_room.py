@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from penstock.store.data.segment_files import Arena
 from penstock.store.errors import StoreError
-from penstock.store.data.segment_files import Mappings
+from penstock.store.data.segment_files import SegmentMappings
 from penstock.store.data.segments import Segments
 from tests.store.visitors import files_in
 
@@ -30,7 +30,7 @@ def segments_and_arena(shm, disk, max_bytes):
     segments = Segments(str(shm), str(disk), max_bytes)
     segments.entered("w", lambda: None)
     places = (str(shm), str(disk))
-    return segments, Arena(places, "w"), Mappings(places, lambda: None)
+    return segments, Arena(places, "w"), SegmentMappings(places, lambda: None)
 
 def refused(call, *arguments):
     try:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.graph.columns import Column
 from penstock.store.data import block_index
-from penstock.store.data.block_index import Block, Blocks, Payload, assemble, by_value, gather, rows_at
-from penstock.store.data.codec import NOTHING, Codec, Inline, Placed
-from penstock.store.data.remote_rows import Wanted, split, with_pulled
+from penstock.store.data.block_index import BlockIndex, Payload, ValueBlock, assemble, by_value, gather, rows_at
+from penstock.store.data.codec import NOTHING, Codec, InlineBatch, SegmentRef
+from penstock.store.data.remote_rows import RowsRequest, split_remote, with_remote
 from penstock.store.data.schema import encode
 from penstock.store.errors import TooLarge, UnknownColumn
 
@@ -51,20 +51,20 @@ class Written:
     """An index, and the batches behind its references."""
 
     def __init__(self, size: int, is_source_far: bool = False) -> None:
-        self.blocks, self.behind = Blocks(COLUMNS, size), dict[Placed, pa.RecordBatch]()
+        self.blocks, self.behind = BlockIndex(COLUMNS, size), dict[SegmentRef, pa.RecordBatch]()
         given = {"prompt": [[group] * 3 for group in range(GROUPS)], "seen": list(map(seen_by, range(GROUPS)))}
         prompts = encode({column.name: column for column in COLUMNS}, given, range(GROUPS))[0]
-        source = Block(prompts, None, prompts.nbytes)
+        source = ValueBlock(prompts, None, prompts.nbytes)
         if is_source_far:
-            ref = Placed("s-0", 0, GROUPS, (), 0, FAR)
-            self.behind[ref], source = prompts, Block(None, ref, prompts.nbytes)
+            ref = SegmentRef("s-0", 0, GROUPS, (), 0, FAR)
+            self.behind[ref], source = prompts, ValueBlock(None, ref, prompts.nbytes)
         for group in range(GROUPS):
             self.blocks.add_group(group, source, group, ["prompt", "seen"])
 
     def write(self, rows: list[int], inline: bool, node: str = "") -> None:
         batch = values_of(rows)
-        ref = Placed(f"w-{len(self.behind)}", 0, batch.num_rows, (), 0, node)
-        block = Block(batch, None, batch.nbytes) if inline else Block(None, ref, batch.nbytes)
+        ref = SegmentRef(f"w-{len(self.behind)}", 0, batch.num_rows, (), 0, node)
+        block = ValueBlock(batch, None, batch.nbytes) if inline else ValueBlock(None, ref, batch.nbytes)
         self.behind[ref] = batch
         self.blocks.add_rows(rows, range(len(rows)), block, batch.schema.names)
 
@@ -113,12 +113,12 @@ def sent(payload: Payload) -> tuple[Payload, int]:
 
 def pulled(payload: Payload, written: Written) -> Payload:
     """With what is remote in its place, as it comes from there; and no more of it than that."""
-    asked, rest = split(payload, "")
-    asked = Codec().decode(list[Wanted], Codec().encode(asked)[0], NOTHING)
+    asked, rest = split_remote(payload, "")
+    asked = Codec().decode(list[RowsRequest], Codec().encode(asked)[0], NOTHING)
     answers = [one.of(written.behind[one.placed].select(one.names)) for one in asked]
     assert [answer.num_rows for answer in answers] == [one.num_rows for one in asked]
     assert not any(placed.node for placed in rest.refs)
-    return with_pulled(rest, answers)
+    return with_remote(rest, answers)
 
 
 @given(size=st.integers(1, 4), data=st.data())
@@ -156,7 +156,7 @@ def test_rows_come_as_they_were_written(size: int, data: st.DataObject) -> None:
 def test_no_more_of_a_batch_travels_than_is_wanted() -> None:
     written = Written(2)
     batch = pa.record_batch({"x": pa.array([[1] * 10_000] * 8, pa.list_(pa.int32()))})
-    written.blocks.add_rows(list(range(8)), range(8), Block(batch, None, batch.nbytes), ["x"])
+    written.blocks.add_rows(list(range(8)), range(8), ValueBlock(batch, None, batch.nbytes), ["x"])
     for rows in ([0, 1], [2, 3, 4, 5], [7]):
         _, nbytes = sent(gather(written.blocks, rows, ["x"]))
         assert nbytes < len(rows) * 40_000 + 2000
@@ -167,7 +167,7 @@ def test_what_the_source_wrote_for_a_group_travels_once() -> None:
     for rows, groups in ((list(range(16)), 4), (list(range(4, 12)), 2), ([5, 6, 14], 2)):
         payload, _ = sent(gather(written.blocks, rows, ["prompt"]))
         (source,) = payload.sources
-        assert isinstance(source, Inline)
+        assert isinstance(source, InlineBatch)
         assert source.batch.num_rows == groups
         assert assemble(payload, ["prompt"]).lists("prompt") == [[row // 4] * 3 for row in rows]
 
@@ -184,7 +184,7 @@ def test_rows_of_one_batch_in_shared_memory_are_read_without_a_copy() -> None:
 def test_of_another_node_a_lease_pulls_its_rows_and_columns_once() -> None:
     written = Written(4, is_source_far=True)
     written.write(list(range(16)), inline=False, node=FAR)
-    asked, rest = split(gather(written.blocks, list(range(2, 10)), ["prompt", "y"]), "")
+    asked, rest = split_remote(gather(written.blocks, list(range(2, 10)), ["prompt", "y"]), "")
     assert [(one.names, one.places.tolist()) for one in asked] == [
         (["prompt"], [[0, 1, 1], [1, 1, 1], [2, 1, 1]]), (["y"], [[2, 1, 8]]),
     ]  # fmt: skip

@@ -18,14 +18,14 @@ from msgspec.structs import replace
 
 from penstock.store.data import segment_book
 from penstock.store.data import segments as segments_module
-from penstock.store.data.codec import Placed
+from penstock.store.data.codec import SegmentRef
 from penstock.store.data.segment_book import POOLED_SHARE, Instructions
 from penstock.store.data.segment_files import (
     SHARE,
     SPARE_BYTES,
     SPARES,
     Arena,
-    Mappings,
+    SegmentMappings,
     map_file,
     num_spares,
     preallocate,
@@ -99,7 +99,7 @@ def test_a_batch_in_a_preallocated_file_is_read_as_any(tmp_path: Path) -> None:
     arena = Arena([str(tmp_path)], "writer")
     sent = pa.record_batch({"x": pa.array(np.arange(SPARE_BYTES // 8, dtype=np.int32))})
     placed = arena.place(sent, arena.reserve(SPARE_BYTES // 2 + KB))
-    assert Mappings([str(tmp_path)], lambda: None).read(placed).equals(sent)
+    assert SegmentMappings([str(tmp_path)], lambda: None).read(placed).equals(sent)
     arena.recycled([placed.segment])
     again = arena.reserve(SPARE_BYTES // 2)
     assert again is not None
@@ -230,7 +230,7 @@ def test_a_batch_whose_note_makes_no_sense_leaves_nobody_else_held(tmp_path: Pat
         segments.entered("other", lambda: None, "b")
         numbers = pa.record_batch({"x": pa.array(np.zeros(KB, np.int32))})
         wrong = replace(arena_of(segments).place(numbers), columns=(("x", "list<item: int32>", ((0, 8), (0, 8))),))
-        elsewhere = Placed("other-0", 0, 1, (("x", "int32", ((0, 4),)),), 10, "b")
+        elsewhere = SegmentRef("other-0", 0, 1, (("x", "int32", ((0, 4),)),), 10, "b")
         for placed in (wrong, elsewhere):
             segments.adopt(placed)
         with pytest.raises(ValueError, match="buffer is smaller"), segments.held([wrong, elsewhere]):
@@ -280,7 +280,7 @@ class Leaving:
             self.segments.adopt(one)
         self.end(self.placed[:50])
 
-    def end(self, some: list[Placed]) -> None:
+    def end(self, some: list[SegmentRef]) -> None:
         for one in some:
             self.segments.end(one.segment)
 
@@ -354,7 +354,7 @@ def open_files() -> int:
 
 def test_segments_that_are_written_and_read_keep_no_file_open(tmp_path: Path) -> None:
     """A process may have a thousand files open, and many more segments."""
-    arena, mappings = Arena([str(tmp_path)], "writer"), Mappings([str(tmp_path)], lambda: None)
+    arena, mappings = Arena([str(tmp_path)], "writer"), SegmentMappings([str(tmp_path)], lambda: None)
     before = open_files()
     numbers = pa.record_batch({"x": pa.array(np.arange(KB, dtype=np.int32))})
     placed = [arena.place(numbers) for _ in range(20)]

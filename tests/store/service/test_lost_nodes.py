@@ -11,7 +11,7 @@ import pytest
 
 from penstock.store.client.lease import Lease
 from penstock.store.client.store_client import StoreClient
-from penstock.store.data.block_index import Blocks
+from penstock.store.data.block_index import BlockIndex
 from penstock.store.errors import LeaseExpired, RowsLost, StoreError
 from penstock.store.service.store import Store
 from penstock.store.service.store_server import Endpoint
@@ -186,7 +186,7 @@ def test_a_lost_node_is_heard_of_whole_though_who_told_of_it_goes(tmp_path: Path
     async def body(store: Store, local: StoreClient, engine: StoreClient) -> None:
         long = {"prompt_ids": [7] * LONG, "task": "{}"}
         await engine.put_groups([long] * 10)
-        store.blocks.lost = lambda: Blocks.lost(store.blocks, 4)  # type: ignore[method-assign]
+        store.blocks.lost = lambda: BlockIndex.lost(store.blocks, 4)  # type: ignore[method-assign]
         telling = asyncio.ensure_future(store.lost("b"))
         await until(lambda: store.ledger.counters["dropped/node_lost"] > 0, pause_s=0)
         assert not telling.done()

@@ -16,13 +16,13 @@ from msgspec import Raw
 from penstock.network.connection import HEADER
 from penstock.store import errors
 from penstock.store.data.block_index import Payload
-from penstock.store.data.codec import NOTHING, Codec, Inline, Malformed, Placed
+from penstock.store.data.codec import NOTHING, Codec, InlineBatch, Malformed, SegmentRef
 from penstock.store.data.schema import VIEW, encode_blobs
-from penstock.store.data.segments import Notice
+from penstock.store.data.segments import SegmentNotice
 from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.ledger.group import Facts
 from penstock.store.service.store import Store
-from penstock.store.service.wire import Answer, ClientMessage, Granted, Hello, LeaseRequest, Write, calls_of
+from penstock.store.service.wire import ClientMessage, Grant, Hello, LeaseRequest, StoreAnswer, WriteRequest, calls_of
 from penstock.store.spec import StoreSpec
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
@@ -30,10 +30,10 @@ from tests.store.frames import frame, read
 KINDS = [
     calls_of(Store).message_type,
     Hello,
-    Answer[Raw],
-    Answer[list[int] | None],
-    list[Granted] | None,
-    Granted,
+    StoreAnswer[Raw],
+    StoreAnswer[list[int] | None],
+    list[Grant] | None,
+    Grant,
     StoreSpec,
 ]
 
@@ -46,18 +46,18 @@ def messages() -> list[Any]:
     blobs["some"] = pa.ListArray.from_arrays(pa.array([0, 2, 2, 3, 5, 5], pa.int32()), blobs["one"])
     batch = pa.record_batch({"x": pa.array(range(5)), "lists": lists, "text": pa.array(["é"] * 5), **blobs})
     facts = Facts([4] * 5, [0] * 5, None, None, "response_ids", [1] * 5)
-    placed = Placed("client-1", 3, 5, (("x", "int32", ((0, 20),)),), 20)
-    writes = [Write(1, "rollout", [0, 1], ["x"], sent, facts) for sent in (Inline(batch), placed)]
-    payload = Payload(np.arange(5), np.arange(5), [Inline(batch), placed], [(["x"], np.arange(8).reshape(-1, 4))])
-    granted = Granted(1, "rollout", ("x",), payload)
+    placed = SegmentRef("client-1", 3, 5, (("x", "int32", ((0, 20),)),), 20)
+    writes = [WriteRequest(1, "rollout", [0, 1], ["x"], sent, facts) for sent in (InlineBatch(batch), placed)]
+    payload = Payload(np.arange(5), np.arange(5), [InlineBatch(batch), placed], [(["x"], np.arange(8).reshape(-1, 4))])
+    granted = Grant(1, "rollout", ("x",), payload)
     return [
-        ClientMessage(0, calls.request("put", (["x"], Inline(batch), facts, "client", [1, 2]))),
+        ClientMessage(0, calls.request("put", (["x"], InlineBatch(batch), facts, "client", [1, 2]))),
         ClientMessage(1, calls.request("many", ([("write", (write,)) for write in writes],)), ["client-1"]),
         ClientMessage(2, calls.request("lease", (LeaseRequest("rollout", 3, "engine"),))),
         ClientMessage(3, None),
-        Answer(3, [granted]),
-        Answer(None, None, None, Notice(["a"], ["b"])),
-        Answer(1, None, StoreError("no")),
+        StoreAnswer(3, [granted]),
+        StoreAnswer(None, None, None, SegmentNotice(["a"], ["b"])),
+        StoreAnswer(1, None, StoreError("no")),
         [granted],
         granted,
         make_spec(),
@@ -130,7 +130,7 @@ def test_damaged_messages_do_no_harm(message: bytes, data: st.DataObject) -> Non
 def test_a_batch_whose_values_lie_elsewhere_is_refused(note: Any) -> None:
     body, _, _ = Codec().encode(["inline", note])
     with pytest.raises(Malformed):
-        Codec().decode(Inline, body, pa.py_buffer(np.array([3, 9], dtype=np.int32)))
+        Codec().decode(InlineBatch, body, pa.py_buffer(np.array([3, 9], dtype=np.int32)))
 
 
 def test_a_codec_holds_on_to_nothing_of_a_message() -> None:
@@ -178,7 +178,7 @@ def test_errors_travel_by_name_and_unknown_ones_as_the_stores() -> None:
         return found
 
     for name in [name for name, kind in vars(errors).items() if isinstance(kind, type)]:
-        found = carried(errors.named(name, "a, b: é"))
+        found = carried(errors.error_named(name, "a, b: é"))
         assert (type(found).__name__, str(found)) == (name, "a, b: é")
     assert isinstance(carried(UnknownStage("x")), UnknownStage)
 

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data import segments as segments_module
-from penstock.store.data.codec import Inline, Placed
+from penstock.store.data.codec import InlineBatch, SegmentRef
 from penstock.store.data.segment_files import move
 from penstock.store.errors import StoreClosed, StoreError
 from penstock.store.service.store import Store
 from penstock.store.service.store_server import Endpoint
-from penstock.store.service.wire import Write
+from penstock.store.service.wire import WriteRequest
 from tests.store.players import group, leased, values_of
 from tests.store.visitors import files_in, serve, until, visit, visit_remotely
 
@@ -123,8 +123,8 @@ def test_a_refused_result_holds_up_none_that_travel_with_it(tmp_path: Path) -> N
         rows = good.rows.row_ids.tolist()
         values = values_of("rollout", good) | {"response_text": ["x" * 5000] * 2}
         batch, facts, _ = client._encode(await client.spec(), values, rows)
-        large = Write(good.id, "rollout", rows, batch.schema.names, Inline(batch), facts)
-        nowhere = Placed("gone-0", 0, 2, (), 100)
+        large = WriteRequest(good.id, "rollout", rows, batch.schema.names, InlineBatch(batch), facts)
+        nowhere = SegmentRef("gone-0", 0, 2, (), 100)
         lost = replace(large, lease_id=bad.id, row_ids=bad.rows.row_ids.tolist(), sent=nowhere)
         async with asyncio.timeout(WAIT_S):
             (_, refused), (_, taken) = await link.call("many", [("write", (lost,)), ("write", (large,))])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.store.client.links import OverSocket
+from penstock.store.client.links import SocketLink
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.roots import SHARED_MEMORY, remove_root
 from penstock.store.data.segments import Segments
@@ -138,7 +138,7 @@ def test_a_client_does_not_listen_to_a_store_of_another_user(place: Path) -> Non
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "listening\n"
-        assert asyncio.run(OverSocket.connect(Endpoint("", path, ()), "client")) is None  # type: ignore[arg-type]
+        assert asyncio.run(SocketLink.connect(Endpoint("", path, ()), "client")) is None  # type: ignore[arg-type]
         other.communicate()
 
 
@@ -148,7 +148,7 @@ def test_a_directory_may_have_any_name_that_the_disk_takes(tmp_path: Path) -> No
     async def body(store: Store, endpoint: Endpoint) -> None:
         assert len(endpoint.path) > 200
         client = StoreClient(Store(make_spec()))
-        link = await OverSocket.connect(endpoint, client.name)
+        link = await SocketLink.connect(endpoint, client.name)
         assert link is not None
         assert (await link.call("spec")).group_size == 2
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.store.client.store_client import StoreClient
-from penstock.store.data.codec import Inline
+from penstock.store.data.codec import InlineBatch
 from penstock.store.data.schema import encode
 from penstock.store.errors import StoreError, TooLarge
 from penstock.store.service.store import Store
@@ -23,7 +23,7 @@ def test_a_put_with_one_group_too_large_admits_none() -> None:
         columns = {column.name: column for column in (await client.spec()).columns}
         batch, facts = encode(columns, {"prompt_ids": [[1], [2] * 1000], "task": ["", ""]}, [0, 1])
         with pytest.raises(TooLarge):  # whoever does not look before
-            await store.put(batch.schema.names, Inline(batch), facts)
+            await store.put(batch.schema.names, InlineBatch(batch), facts)
         assert await client.put_groups([group(7)]) == [0]
         lease = await waiting
         assert lease is not None

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.store.ledger.leases import Holdings
-from penstock.store.service.sharing import Claim, Sharing, fair_share
+from penstock.store.service.sharing import ShareClaim, Sharing, fair_share
 from penstock.store.service.wire import LeaseRequest
 from tests.amounts import amount
 
-claims = st.lists(st.builds(Claim, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6)
+claims = st.lists(st.builds(ShareClaim, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6)
 
 
-def poured(free: int, claims: list[Claim]) -> list[int]:
+def poured(free: int, claims: list[ShareClaim]) -> list[int]:
     """The definition: one unit after the other, to the one that holds the fewest of those with room; the first of
     them."""
     given = [0] * len(claims)
@@ -26,17 +26,17 @@ def poured(free: int, claims: list[Claim]) -> list[int]:
 
 
 @given(free=st.integers(0, 40), claims=claims)
-def test_a_share_is_what_comes_of_giving_one_unit_after_the_other(free: int, claims: list[Claim]) -> None:
+def test_a_share_is_what_comes_of_giving_one_unit_after_the_other(free: int, claims: list[ShareClaim]) -> None:
     assert fair_share(free, claims[0], claims[1:]) == poured(free, claims)[0]
 
 
 @given(free=st.integers(0, 40), claims=claims)
-def test_a_share_is_the_same_if_others_come_counted(free: int, claims: list[Claim]) -> None:
+def test_a_share_is_the_same_if_others_come_counted(free: int, claims: list[ShareClaim]) -> None:
     assert fair_share(free, claims[0], Counter(claims[1:])) == fair_share(free, claims[0], claims[1:])
 
 
 @given(free=st.integers(1, 40), claims=claims)
-def test_whoever_holds_the_fewest_gets_something(free: int, claims: list[Claim]) -> None:
+def test_whoever_holds_the_fewest_gets_something(free: int, claims: list[ShareClaim]) -> None:
     able = [claim for claim in claims if claim.capacity]
     if able:
         least = min(able, key=lambda claim: claim.held)
@@ -89,17 +89,17 @@ class Recounted:
         if request.max_held:
             there = {request.client, *(one.client for one in requests)}
             absent = [client for client in self.most if client not in there]
-            others += [Claim(self.held[one], max(0, self.most[one] - self.held[one])) for one in absent]
-            others += [Claim(0, request.max_held)] * max(0, self.num_peers - len(self.most))
+            others += [ShareClaim(self.held[one], max(0, self.most[one] - self.held[one])) for one in absent]
+            others += [ShareClaim(0, request.max_held)] * max(0, self.num_peers - len(self.most))
         elif not others:
             return free
         return fair_share(free, self._claim(request), others)
 
-    def _claim(self, request: LeaseRequest) -> Claim:
+    def _claim(self, request: LeaseRequest) -> ShareClaim:
         held = self.held[request.client]
         if request.max_held:
-            return Claim(held, min(request.max_units, max(0, request.max_held - held)))
-        return Claim(held, request.max_units)
+            return ShareClaim(held, min(request.max_units, max(0, request.max_held - held)))
+        return ShareClaim(held, request.max_units)
 
 
 @settings(max_examples=amount(100))

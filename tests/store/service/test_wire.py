@@ -13,14 +13,14 @@ import pytest
 
 from penstock.conf.errors import WorkerDied
 from penstock.network.connection import HEADER, MAX_BODY
-from penstock.store.client.links import OverSocket
+from penstock.store.client.links import SocketLink
 from penstock.store.client.store_client import StoreClient
-from penstock.store.data.codec import Codec, Inline
+from penstock.store.data.codec import Codec, InlineBatch
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.service.store import Store
-from penstock.store.service.store_server import Endpoint, Server
-from penstock.store.service.wire import ANSWER, MAX_BYTES, SCRATCH, Answer, Calls, Hello, LeaseRequest
+from penstock.store.service.store_server import Endpoint, StoreServer
+from penstock.store.service.wire import ANSWER, MAX_BYTES, SCRATCH, CallTypes, Hello, LeaseRequest, StoreAnswer
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
 from tests.store.players import group, leased, values_of
@@ -37,12 +37,12 @@ def messages() -> list[Any]:
     return [
         "name",
         [1, "spec", {"a": 1.5, "b": None}],
-        Inline(batch_of(7)),
+        InlineBatch(batch_of(7)),
         np.arange(12_000).reshape(-1, 4),
-        Inline(batch_of(40_000)),
+        InlineBatch(batch_of(40_000)),
         StoreError("no such thing"),
         ["x" * SCRATCH],
-        Inline(batch_of(0)),
+        InlineBatch(batch_of(0)),
         None,
     ]
 
@@ -50,7 +50,7 @@ def messages() -> list[Any]:
 def carried(messages: list[Any], chunk: int) -> list[Any]:
     """What arrives, read in pieces of at most `chunk` bytes."""
     heard: list[Any] = []
-    known = (Inline, np.ndarray, StoreError)
+    known = (InlineBatch, np.ndarray, StoreError)
 
     def hear(number: int, body: memoryview, area: pa.Buffer) -> None:
         kind = type(messages[number]) if isinstance(messages[number], known) else Any
@@ -75,13 +75,13 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(chunk: int) -> 
 
 @pytest.mark.parametrize("rows", [10, 5000])
 def test_a_batch_may_have_any_number_of_columns(rows: int) -> None:
-    (heard,) = carried([Inline(batch_of(rows, 500))], SCRATCH)
+    (heard,) = carried([InlineBatch(batch_of(rows, 500))], SCRATCH)
     assert heard.batch.equals(batch_of(rows, 500))
 
 
 @pytest.mark.parametrize("rows", [10, 5000])
 def test_values_lie_at_multiples_of_their_size(rows: int) -> None:
-    (heard,) = carried([Inline(batch_of(rows))], SCRATCH)
+    (heard,) = carried([InlineBatch(batch_of(rows))], SCRATCH)
     assert all(buffer.address % 8 == 0 for column in heard.batch.columns for buffer in column.buffers() if buffer)
 
 
@@ -149,10 +149,10 @@ def test_an_answer_that_cannot_travel_is_an_error_of_its_caller_alone(tmp_path: 
     async def main() -> None:
         places = (str(tmp_path / "shm"), str(tmp_path / "disk"))
         names = ("value", "number", "error", "fine")
-        calls = Calls(Oddities, names)
-        server = Server(Oddities(), calls, Segments(*places, 10_000), tmp_path / "socket")
+        calls = CallTypes(Oddities, names)
+        server = StoreServer(Oddities(), calls, Segments(*places, 10_000), tmp_path / "socket")
         await server.start()
-        link = await OverSocket.connect(Endpoint("", str(server.path), places), "client", calls)
+        link = await SocketLink.connect(Endpoint("", str(server.path), places), "client", calls)
         assert link is not None
         waiting = asyncio.gather(*(link.call(name) for name in names), return_exceptions=True)
         value, number, error, fine = await asyncio.wait_for(waiting, 20)
@@ -184,11 +184,11 @@ def test_a_connection_that_speaks_something_else_is_ended_and_no_other(tmp_path:
 def test_an_answer_that_is_none_ends_the_connection_of_who_asked(tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
-        writer.write(frame(Answer(0, "neither true nor false"), ANSWER))
+        writer.write(frame(StoreAnswer(0, "neither true nor false"), ANSWER))
 
     async def main() -> None:
         async with await asyncio.start_unix_server(answer, tmp_path / "socket"):
-            link = await OverSocket.connect(Endpoint("", str(tmp_path / "socket"), ("", "")), "client")
+            link = await SocketLink.connect(Endpoint("", str(tmp_path / "socket"), ("", "")), "client")
             assert link is not None
             with pytest.raises(WorkerDied):
                 await asyncio.wait_for(link.call("batch_ready"), 20)
