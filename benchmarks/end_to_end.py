@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, print_targets, show, spread, write_json
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.machine.cpu import SETTINGS
+from penstock.workers.runtime.processes import SETTINGS
 
 NUM_PROMPTS = 512
 WORKLOADS = {"fixed": 64, "long_tailed": 256}

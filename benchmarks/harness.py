@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from penstock.workers.machine.cpu import cpu_entry
+from penstock.workers.runtime.processes import cpu_entry
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTLE_S, SETTLE_LOOK_S = 10.0, 0.25

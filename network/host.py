@@ -83,11 +83,11 @@ def own_names() -> list[str]:
     return list(dict.fromkeys([*LOOPBACK, socket.gethostname(), *addresses]))
 
 
-def without_proxy(environ: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+def no_proxy_variables(environ: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
     """The environment variables by which this machine, and `hosts`, are asked without a proxy. Those that `environ` has
     set for others stay.
 
-    >>> without_proxy({"NO_PROXY": "*"})
+    >>> no_proxy_variables({"NO_PROXY": "*"})
     {'NO_PROXY': '*', 'no_proxy': '*'}
     """
     given = ",".join(environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))
@@ -96,6 +96,6 @@ def without_proxy(environ: Mapping[str, str], hosts: Iterable[str] = ()) -> dict
     return {"NO_PROXY": value, "no_proxy": value}
 
 
-def ask_directly(*hosts: str) -> None:
+def bypass_proxy(*hosts: str) -> None:
     """Let this process, and those that it starts, ask this machine and `hosts` without a proxy."""
-    os.environ.update(without_proxy(os.environ, hosts))
+    os.environ.update(no_proxy_variables(os.environ, hosts))

@@ -54,7 +54,7 @@ owns the socket and closes it."""
 Who = TypeVar("Who", bound=Hashable)
 
 
-class PendingHandshakes(Generic[Who]):
+class PendingPeers(Generic[Who]):
     """Connections that have not proved anything yet. Where there are too many, the oldest of the address that has most
     of them is to be cut off: an address that has fewer loses none to it. Pure."""
 
@@ -63,9 +63,9 @@ class PendingHandshakes(Generic[Who]):
         self._hosts: dict[Who, str] = {}
         """The host of each connection, the oldest first."""
 
-    def come(self, who: Who, host: str) -> Who | None:
+    def add(self, who: Who, host: str) -> Who | None:
         """Add a connection. Returns the one that is to be cut off for it."""
-        left = self._next_to_leave() if len(self._hosts) >= self._most else None
+        left = self._oldest_of_busiest() if len(self._hosts) >= self._most else None
         if left is not None:
             del self._hosts[left]
         self._hosts[who] = host
@@ -78,7 +78,7 @@ class PendingHandshakes(Generic[Who]):
     def held(self) -> list[Who]:
         return list(self._hosts)
 
-    def _next_to_leave(self) -> Who:
+    def _oldest_of_busiest(self) -> Who:
         counts = Counter(self._hosts.values())
         largest = max(counts.values())
         return next(who for who, host in self._hosts.items() if counts[host] == largest)
@@ -113,7 +113,7 @@ class Listener:
         """Connections that proved nothing, and those that no thread could be had for."""
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._pending = PendingHandshakes[socket.socket](MAX_PENDING)
+        self._pending = PendingPeers[socket.socket](MAX_PENDING)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self._thread.start()
@@ -158,7 +158,7 @@ class Listener:
                     connected.close()
                     continue
                 self._open[connected] = thread
-                if (left := self._pending.come(connected, host)) is not None:
+                if (left := self._pending.add(connected, host)) is not None:
                     hang_up(left)  # its own thread hears of that, counts it and closes it
 
     def _serve(self, connected: socket.socket) -> None:
@@ -207,20 +207,17 @@ class Listener:
         connected.close()
 
 
-def _bound(host: str, ports: range) -> socket.socket:
+def _bound(host: str, ports: Sequence[int]) -> socket.socket:
+    """A socket that listens on the first of `ports` that is free. Raises `OSError`."""
+    problem = OSError(f"no port to listen on at {host}: the range is empty.")
     for port in ports:
-        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, port))
-            listening.listen(MANY)
-        except OSError:
-            listening.close()
-            if port == ports[-1]:
-                raise
-        else:
-            return listening
-    raise OSError(f"no port to listen on at {host}: the range is empty.")
+            return socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=MANY
+            )
+        except OSError as error:
+            problem = error
+    raise problem
 
 
 HEAD_S = 20.0
@@ -235,14 +232,13 @@ _END = b"\r\n\r\n"
 
 def listen(host: str, ports: Sequence[int]) -> socket.socket:
     """Listen on the first of `ports` that is free. Raises `ConfigError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in ports:
-        try:
-            return socket.create_server((host, port), family=family)
-        except OSError as error:
-            problem = error
-    tried = f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"
-    raise ConfigError(f"port {tried} of {host}: {problem.strerror}. Choose another: --port N, or --port 0 for any.")
+    try:
+        return _bound(host, ports)
+    except OSError as error:
+        tried = f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"
+        raise ConfigError(
+            f"port {tried} of {host}: {error.strerror}. Choose another: --port N, or --port 0 for any."
+        ) from None
 
 
 class Heads:
@@ -256,9 +252,9 @@ class Heads:
         """`most_open`: bound on connections with a whole head; 0: the server's own. `holder`: whose one is, by its
         head."""
         self.head_s, self.head_bytes, self._most_open, self._holder = head_s, head_bytes, most_open, holder
-        self.pending = PendingHandshakes[_Head](most)
+        self.pending = PendingPeers[_Head](most)
         self.open: set[_Head] = set()
-        self._whole = PendingHandshakes[Any](most_open)
+        self._whole = PendingPeers[Any](most_open)
 
     def before(self, make: Any) -> Any:
         """A factory of protocols that `make` makes, too, each once its first head has come."""
@@ -269,7 +265,7 @@ class Heads:
         if self._most_open:
             for ended in [one for one in self._whole.held() if one.is_closing()]:
                 self._whole.gone(ended)
-            if (oldest := self._whole.come(transport, self._holder(head))) is not None:
+            if (oldest := self._whole.add(transport, self._holder(head))) is not None:
                 oldest.abort()
 
     def close(self) -> None:
@@ -286,7 +282,7 @@ class _Head(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(self._heads.head_s, self.hang_up)
         self._heads.open.add(self)
         host = transport.get_extra_info("peername") or [""]
-        if (oldest := self._heads.pending.come(self, host[0])) is not None:
+        if (oldest := self._heads.pending.add(self, host[0])) is not None:
             oldest.hang_up()
 
     def data_received(self, data: bytes) -> None:

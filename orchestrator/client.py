@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 
 from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, NotStarted, PenstockError
-from penstock.network.host import ask_directly
+from penstock.network.host import bypass_proxy
 from penstock.orchestrator.loops.verbs import LoopPolicy, LoopThread, SampleOptions, check_name, loss_call
 from penstock.workers.protocols import (
     AdamParams,
@@ -59,7 +59,7 @@ class Client:
         """Open the session, and make the adapter. Raises `ConfigError` without the SDK, or where the server does not
         take the key; `PenstockError` for what else the server refuses."""
         tinker = _sdk()
-        ask_directly()
+        bypass_proxy()
         calls = _Calls(self.url, self._timeout_s)
         self._service = tinker.ServiceClient(base_url=self.url, api_key=self._key)
         self._thread = LoopThread("client")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from penstock.workers.machine.processes import ProcessId
+from penstock.workers.runtime.processes import ProcessId
 
 GONE_S = 300.0
 """Deadline of what must come, and comes at once on a machine that is not busy."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.model import FreshModelConfig
+from penstock.workers import fresh_model
 from penstock.workers.fresh_model import BOS_ID, CHAT_TEMPLATE, CONTENT, EOS_ID, PAD_ID, character_tokenizer
-from penstock.workers.pictures import fresh
 
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
@@ -56,7 +56,7 @@ def build_vision_model(directory: Path, seed: int = 0, kind: str = "qwen2_5_vl")
     from transformers import AutoModelForImageTextToText
 
     tokenizer = character_tokenizer(FreshModelConfig(words=[START, END, IMAGE, VIDEO], max_position_embeddings=512))
-    tokenizer.chat_template = CHAT_TEMPLATE.replace(CONTENT, fresh.CONTENT)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(CONTENT, fresh_model.PICTURE_CONTENT)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(_config(kind, tokenizer)).float()

@@ -85,7 +85,7 @@ MODULES = (
     "penstock.workers.rollout.rollout_actor",
     "penstock.workers.prompts.prompts_actor",
     "penstock.workers.reward.reward_actor",
-    "penstock.workers.compute.compute_actor",
+    "penstock.workers.compute",
     "penstock.store.service.store_actor",
 )
 VLLM_MODULES = (

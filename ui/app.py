@@ -34,14 +34,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.conf.errors import ConfigError
-from penstock.network.heads import BACKLOG, CONNECTIONS, Heads, listen
-from penstock.network.machine import raise_limit
-from penstock.network.proxies import LOOPBACK, names_loopback
+from penstock.network.host import LOOPBACK, names_loopback, raise_limit
+from penstock.network.listener import BACKLOG, CONNECTIONS, Heads, listen
 from penstock.orchestrator.observability import charts
 from penstock.orchestrator.run_directory.json_lines import json_of
 from penstock.ui.answers import QUESTIONS, Answers, Live, NoSuchRun
 from penstock.ui.remote import Copy
-from penstock.workers.machine.files import is_url
+from penstock.workers.runtime.url_files import is_url
 
 STATIC = Path(charts.__file__).parent / "static"
 LOOK_S = 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError
 from penstock.network.names import OutsideName, below
-from penstock.workers.machine.files import download, seen_below
+from penstock.workers.runtime.url_files import download, file_versions
 
 _LOG = logging.getLogger("penstock")
 RECORD = re.compile(
@@ -41,7 +41,7 @@ class Copy:
 
     def look(self) -> bool:
         """Bring what is new. Returns whether there is more. Raises `CheckpointError`."""
-        there = self._inside(seen_below(self.url))
+        there = self._inside(file_versions(self.url))
         new = [name for name, seen in there.items() if self._has.get(name) != seen]
         records = sorted(filter(RECORD.fullmatch, new))
         samples = sorted(filter(SAMPLES.fullmatch, new), key=_step, reverse=True)

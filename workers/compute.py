@@ -210,12 +210,6 @@ class Compute(ServingActor):
         super().__init__(name)
         self._worker = ComputeWorker(stage, columns, name=name, phases=self._phases)
 
-    async def _serve(self, store: StoreClient) -> None:
-        await self._worker.run(store)
-
     async def progress(self) -> Progress:
         """Rows computed, and those that it holds. May be called at any time."""
         return self._phases.progress(self._worker.num_rows, self._worker.num_in_flight)
-
-    async def stats(self) -> dict[str, float]:
-        return self._worker.stats()

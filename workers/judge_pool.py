@@ -9,7 +9,6 @@ url.
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from penstock.conf.environment import GatewayConfig
@@ -17,11 +16,11 @@ from penstock.conf.errors import DataError
 from penstock.conf.reward import JudgeConfig
 from penstock.conf.secret import reveal
 from penstock.workers.agents.gateway.chat_formats import make_format
-from penstock.workers.agents.gateway.conversation import Format
+from penstock.workers.agents.gateway.conversation import ConversationFormat
 from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.protocols import EngineSpec, RolloutEngine, Sampling
-from penstock.workers.reward.judge import Messages, Rubric, Verdicts
-from penstock.workers.reward.reward_result import RewardError, RewardResult, in_order
+from penstock.workers.reward.judge import Messages, Rubric, VerdictCache
+from penstock.workers.reward.reward_result import RewardError, RewardResult, ScoringPool
 from penstock.workers.reward.signatures import Caller, with_task
 from penstock.workers.rollout.rollout_engines import make_engine
 from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
@@ -46,13 +45,11 @@ class JudgeSpec:
         return JudgePool(self, **options)
 
 
-class JudgePool:
+class JudgePool(ScoringPool):
     """Lifecycle: `start`, then `score` and `stream` concurrently, then `close`."""
 
     num_lanes = 2
     """Number of leases at a time: one is written while the next is judged."""
-    replaced = 0
-    logged: Mapping[str, tuple[float, int]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -67,10 +64,10 @@ class JudgePool:
         self._spec, self._rubric, self._caller = spec, Rubric(rubric, low, high), Caller(spec.with_thinking)
         structure = {"json": self._rubric.schema} if structured else None
         self._sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=0, structure=structure)
-        self.verdicts = Verdicts()
+        self.verdicts = VerdictCache()
         self._clock = BusyClock()
         self._engine: RolloutEngine | None = None
-        self._form: Format | None = None
+        self._form: ConversationFormat | None = None
 
     async def start(self) -> None:
         """Start the engine. Raises `ModelError` for a model that cannot chat, and what its engine raises."""
@@ -86,10 +83,6 @@ class JudgePool:
     @property
     def busy_s(self) -> float:
         return self._clock.seconds()
-
-    async def score(self, responses: Sequence[Any], tasks: Sequence[str]) -> list[RewardResult]:
-        """Score responses: a result for each, in order."""
-        return await in_order(self.stream(responses, tasks), len(responses))
 
     async def stream(self, responses: Sequence[Any], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
         """Yield `(index, result)` for each response, as they come. Equal responses to the same task are judged once.

@@ -10,12 +10,12 @@ import ray
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.attempts.attempts_actor import ask
+from penstock.workers.agents.attempts_actor import ask
+from penstock.workers.agents.gateway.chat_formats import TemplateFormat
+from penstock.workers.agents.gateway.engine_pool import EnginePool
+from penstock.workers.agents.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.gateway.engines import EnginePool
-from penstock.workers.gateway.formats.rendered import TemplateFormat
-from penstock.workers.gateway.turn_sampler import TurnLimits, TurnSampler
-from penstock.workers.prompts.tokenization import load_tokenizer
+from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
 

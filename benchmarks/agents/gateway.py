@@ -8,7 +8,7 @@ from openai import AsyncOpenAI
 
 from benchmarks.agents.engine import Engine
 from benchmarks.harness import Target
-from penstock.workers.gateway.http.server import AttemptKeys, HttpServer
+from penstock.workers.agents.gateway.http_server import AttemptKeys, HttpServer
 from penstock.workers.protocols import Sampling
 
 TOKENS = 128

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.environments.context import Context
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.environment import Context, Task
+from penstock.workers.agents.gateway.conversation import Message
 from penstock.workers.fresh_model import build_fresh_model, character_tokenizer
-from penstock.workers.gateway.formats.conversation import Message
 
 THOUGHT, MOST_THOUGHTS = 32, 160
 """Numbers of tokens: the mean of a turn, and the most that are demonstrated."""

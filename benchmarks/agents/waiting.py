@@ -13,10 +13,9 @@ from typing import Any
 from benchmarks.agents.engine import Engine
 from benchmarks.harness import Target
 from penstock.conf.environment import EnvironmentConfig
-from penstock.workers.attempts.runner import AttemptRunner
-from penstock.workers.environments.context import Context
-from penstock.workers.environments.task import Task
-from penstock.workers.gateway.http.server import AttemptKeys
+from penstock.workers.agents.attempts import AttemptRunner
+from penstock.workers.agents.environment import Context, Task
+from penstock.workers.agents.gateway.http_server import AttemptKeys
 from penstock.workers.protocols import Sampling
 
 TURNS, TOKENS = 3, 32

@@ -23,10 +23,9 @@ import torch
 from benchmarks.peers.channel import Channel
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
-from penstock.workers.node.agent import CHUNKS
+from penstock.workers.node.node_agent import CHUNKS
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
-from penstock.workers.weights.chain.relay import Relay
-from penstock.workers.weights.chain.reports import Reporter
+from penstock.workers.weights.chain.relay import Relay, Reporter
 from penstock.workers.weights.publication.publication import PublicationWriter
 
 TOKEN = bytes(32)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.store.data.rows import Rows
-from penstock.workers.trajectory import Trajectory, Turn, row_columns
+from penstock.workers.agents.trajectory import Trajectory, Turn, row_columns
 
 PROMPT_TOKENS = 16
 

@@ -25,9 +25,9 @@ from penstock.orchestrator.cluster.placement.nodes import this_node
 from penstock.orchestrator.cluster.ray_calls import answers, get_all, get_from_all
 from penstock.store.data.remote_rows import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
-from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.node.node_actor import NodeAgentActor as Agent
 from penstock.workers.node.node_agent import NodeFacts
+from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.runtime.url_files import is_url
 
 
@@ -72,7 +72,7 @@ MANY_CALLS = 1_000
 
 @dataclass(frozen=True)
 class AgentsState:
-    """The facts that another process needs to go on with agents."""
+    """The facts that another process needs to take agents over."""
 
     root: str
     token: bytes

@@ -18,7 +18,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import outcomes
 from penstock.orchestrator.run_directory.mirror import LOGS
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.machine.processes import ProcessId
+from penstock.workers.runtime.processes import ProcessId
 
 LOOK_S = 2.0
 """Seconds between two looks."""
@@ -78,7 +78,7 @@ class Logs:
         calls = [(name, handle.process.remote(self._fleet.stacks_root)) for name, handle in new]
         said = await outcomes(calls, phase="logs", timeout_s=timeout_s)
         for (name, handle), answer in zip(new, said, strict=True):
-            if (process := ProcessId.told(answer)) is not None:
+            if (process := ProcessId.from_answer(answer)) is not None:
                 self._known[name] = handle, process
         return said
 

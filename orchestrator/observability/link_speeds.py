@@ -13,11 +13,11 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.node.link import DEADLINE_S
+from penstock.workers.node.node_agent import LINK_DEADLINE_S
 
 LINK = "link"
 """Kind of the event, with `source` and `target`, the agents' names, and `bytes_per_s`."""
-ANSWER_S = 4 * DEADLINE_S
+ANSWER_S = 4 * LINK_DEADLINE_S
 """Deadline of one link."""
 
 

@@ -19,7 +19,7 @@ from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answer, outcomes
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.lifecycle.progress import SERVES, Progress
+from penstock.workers.runtime.serving import SERVES, Progress
 
 LEAST_S = 2.0
 """Least seconds between two looks."""

@@ -7,9 +7,9 @@ import statistics
 import pytest
 
 from benchmarks.agents import against_trl, sums
-from penstock.workers.environments.toolbox import DescribedFunction
+from penstock.workers.agents.gateway.chat_formats import TemplateFormat
+from penstock.workers.agents.toolbox import DescribedFunction
 from penstock.workers.fresh_model import character_tokenizer
-from penstock.workers.gateway.formats.rendered import TemplateFormat
 
 TOOLS = (DescribedFunction(sums.add).schema,)
 

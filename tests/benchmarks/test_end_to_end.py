@@ -8,7 +8,7 @@ import pytest
 from benchmarks import end_to_end, harness
 from benchmarks.peers import penstock_grpo
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.machine.cpu import SETTINGS
+from penstock.workers.runtime.processes import SETTINGS
 
 
 @pytest.fixture

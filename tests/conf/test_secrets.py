@@ -21,7 +21,7 @@ from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.conf.tracking import MlflowConfig, TrackingConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory, to_yaml
-from penstock.workers.environments.environment import make_environment
+from penstock.workers.agents.environment import make_environment
 
 VALUE = "s3cr3t-value"
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.network.connection import HELLO, Address, Connection, NotAuthenticated, connect, new_token
-from penstock.network.listener import MAX_PENDING, Listener, PendingHandshakes
+from penstock.network.listener import MAX_PENDING, Listener, PendingPeers
 
 TOKEN = new_token()
 ECHO, HAND_OVER = 1, 2
@@ -128,25 +128,25 @@ def test_silent_connections_keep_no_member_out(addresses: int) -> None:
 
 
 def test_the_oldest_stranger_of_the_address_with_most_leaves() -> None:
-    pending = PendingHandshakes[str](3)
-    assert [pending.come(who, who[0]) for who in ("a1", "b1", "b2")] == [None, None, None]
-    assert pending.come("c1", "c") == "b1"
-    assert pending.come("c2", "c") == "a1"  # one each: the oldest of all
+    pending = PendingPeers[str](3)
+    assert [pending.add(who, who[0]) for who in ("a1", "b1", "b2")] == [None, None, None]
+    assert pending.add("c1", "c") == "b1"
+    assert pending.add("c2", "c") == "a1"  # one each: the oldest of all
     pending.gone("b2")
     pending.gone("b1")  # has left before
-    assert pending.come("a2", "a") is None
-    assert pending.come("a3", "a") == "c1"
+    assert pending.add("a2", "a") is None
+    assert pending.add("a3", "a") == "c1"
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
 def test_the_oldest_stranger_of_the_host_with_most_has_to_leave(most: int, moves: list[tuple[int, bool]]) -> None:
-    pending, there = PendingHandshakes[int](most), list[tuple[int, int]]()
+    pending, there = PendingPeers[int](most), list[tuple[int, int]]()
     for number, (host, goes) in enumerate(moves):
         if goes and there:
             gone = there.pop(host % len(there))
             pending.gone(gone[0])
             continue
-        left = pending.come(number, str(host))
+        left = pending.add(number, str(host))
         assert (left is None) == (len(there) < most)
         if left is not None:
             count = Counter(one for _, one in there)

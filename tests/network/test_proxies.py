@@ -7,7 +7,7 @@ import httpx
 import pytest
 import requests
 
-from penstock.network.host import LOOPBACK, ask_directly, names_loopback, own_names, without_proxy
+from penstock.network.host import LOOPBACK, bypass_proxy, names_loopback, no_proxy_variables, own_names
 from penstock.workers.runtime.serving import ServingActor
 
 PROXY = "http://proxy.example:3128"
@@ -34,7 +34,7 @@ def by_proxy(host: str) -> list[bool]:
 
 def test_this_machine_is_asked_directly_by_every_kind_of_client() -> None:
     assert any(by_proxy("127.0.0.1"))
-    ask_directly("10.1.2.3")
+    bypass_proxy("10.1.2.3")
     for host in ("127.0.0.1", "localhost", "10.1.2.3"):
         assert by_proxy(host) == [False] * 3, host
     assert by_proxy("hub.example") == [True] * 3
@@ -42,11 +42,11 @@ def test_this_machine_is_asked_directly_by_every_kind_of_client() -> None:
 
 
 def test_what_the_user_has_set_for_others_stays() -> None:
-    found = without_proxy({"NO_PROXY": "hub.example, .corp", "no_proxy": "other.example"}, ["10.1.2.3"])
+    found = no_proxy_variables({"NO_PROXY": "hub.example, .corp", "no_proxy": "other.example"}, ["10.1.2.3"])
     assert found["NO_PROXY"] == found["no_proxy"]
     assert found["NO_PROXY"].split(",") == ["other.example", "hub.example", ".corp", *own_names(), "10.1.2.3"]
-    assert without_proxy(found, ["10.1.2.3"]) == found
-    assert without_proxy({"no_proxy": "*"}) == {"NO_PROXY": "*", "no_proxy": "*"}
+    assert no_proxy_variables(found, ["10.1.2.3"]) == found
+    assert no_proxy_variables({"no_proxy": "*"}) == {"NO_PROXY": "*", "no_proxy": "*"}
     assert own_names()[: len(LOOPBACK)] == [*LOOPBACK]
 
 

@@ -12,7 +12,7 @@ from penstock.conf.environment import SandboxConfig
 from penstock.workers.reward.code import python_tests
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import BlockingSandbox
-from penstock.workers.sandbox.sandbox_worker import Worker
+from penstock.workers.sandbox.sandbox_worker import FenceWorker
 
 LIMITS: dict[str, Any] = {"cpu_s": 1, "memory_mib": 256, "num_processes": 16, "tmp_mib": 8, "tmp_files": 64}
 ATTACK_S = 1.5
@@ -72,7 +72,7 @@ class Group:
         """There is nothing."""
 
 
-def worker_of(fence: BlockingSandbox) -> Worker:
+def worker_of(fence: BlockingSandbox) -> FenceWorker:
     """The fence that stands ready."""
     (worker,) = fence.sandbox.alive
     return worker

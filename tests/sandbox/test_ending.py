@@ -20,7 +20,7 @@ from penstock.workers.runtime.processes import ProcessId
 from penstock.workers.sandbox.cgroup import descendants
 from penstock.workers.sandbox.execution import Limits, Value
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.sandbox.sandbox_worker import Worker
+from penstock.workers.sandbox.sandbox_worker import FenceWorker
 from tests.processes import GONE_S, seen, wait_until_gone
 from tests.sandbox.conftest import in_a_loop
 from tests.virtual_time import put_forward, run_ahead
@@ -49,7 +49,7 @@ print(1)
 """
 
 
-def signal_keeper(worker: Worker, number: int) -> ProcessId:
+def signal_keeper(worker: FenceWorker, number: int) -> ProcessId:
     """Send the keeper a signal by its handle, so that no other process is ever meant."""
     keeper = ProcessId.of(worker.keeper)
     signal.pidfd_send_signal(worker.handle, number)
@@ -69,20 +69,20 @@ async def test_a_fence_that_is_given_up_before_it_is_ready_leaves_nothing(monkey
     monkeypatch.setattr("penstock.workers.sandbox.sandbox_worker.START_S", 0.5)
     monkeypatch.setattr("penstock.workers.sandbox.sandbox_worker.KEEPER", Path(__file__).with_name("silent.py"))
     processes: list[ProcessId] = []
-    close = Worker.close
+    close = FenceWorker.close
 
-    def noted(worker: Worker) -> None:
+    def noted(worker: FenceWorker) -> None:
         processes.extend(seen([worker.process.pid, *descendants(worker.process.pid)]))
         close(worker)
 
-    monkeypatch.setattr(Worker, "close", noted)
+    monkeypatch.setattr(FenceWorker, "close", noted)
     with pytest.raises(SandboxUnavailable):
         await Sandbox().start()
     assert processes
     wait_until_gone(processes)
 
 
-async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
+async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> FenceWorker:
     """The worker that runs something, with another keeper than that one."""
     async with asyncio.timeout(GONE_S):
         while True:
@@ -92,7 +92,7 @@ async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
             await asyncio.sleep(0.02)
 
 
-async def tell(worker: Worker) -> None:
+async def tell(worker: FenceWorker) -> None:
     """Let `TOLD` go on."""
     async with asyncio.timeout(GONE_S):
         while not os.path.exists(told := f"/proc/{worker.keeper}/root/tmp/told"):
@@ -217,7 +217,7 @@ def test_a_process_that_ends_without_closing_leaves_no_cgroup():
 async def test_a_closed_sandbox_leaves_no_process_and_no_cgroup():
     async with Sandbox(num_workers=2) as sandbox:
         await asyncio.gather(*(sandbox.run_python("import time\ntime.sleep(0.2)") for _ in range(2)))
-        workers: list[Worker] = list(sandbox.alive)
+        workers: list[FenceWorker] = list(sandbox.alive)
         assert len(workers) == 2
         groups = [directory for worker in workers if worker.cgroup for directory in worker.cgroup.directories]
         keepers = seen(worker.keeper for worker in workers)

@@ -22,7 +22,7 @@ from penstock.workers.sandbox import cgroup, fence, sandbox_worker
 from penstock.workers.sandbox import fence as fence_module
 from penstock.workers.sandbox import sandbox as sandbox_module
 from penstock.workers.sandbox.execution import Limits
-from penstock.workers.sandbox.fence import Machine
+from penstock.workers.sandbox.fence import FencePrograms
 from penstock.workers.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import HUNGRY, Group, in_a_loop
 
@@ -35,7 +35,7 @@ def marker(tmp_path: Path) -> Path:
     return tmp_path / "ran"
 
 
-async def refused(marker: Path, machine: Machine | None = None, limits: Limits | None = None) -> str:
+async def refused(marker: Path, machine: FencePrograms | None = None, limits: Limits | None = None) -> str:
     """The error, and nothing has run."""
     sandbox = Sandbox(limits, machine=machine)
     with pytest.raises(SandboxUnavailable) as caught:
@@ -85,7 +85,7 @@ def missing(name: str) -> None:
 @pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/nonexistent/bwrap"])
 @in_a_loop
 async def test_with_a_bwrap_that_does_nothing_nothing_runs(marker, program):
-    machine = replace(Machine.here(), bwrap=Path(program))
+    machine = replace(FencePrograms.here(), bwrap=Path(program))
     assert "docs/sandbox.md" in await refused(marker, machine)
 
 
@@ -97,7 +97,7 @@ async def test_a_fence_that_cannot_be_built_says_why(marker, monkeypatch):
 
 @in_a_loop
 async def test_an_interpreter_that_does_not_start_is_not_waited_for(marker):
-    machine = replace(Machine.here(), python=Path("/usr/bin/no-such-python"))
+    machine = replace(FencePrograms.here(), python=Path("/usr/bin/no-such-python"))
     assert "no-such-python" in await refused(marker, machine)
 
 
@@ -164,7 +164,7 @@ async def test_root_inside_must_not_be_root_outside(marker, monkeypatch):
     """Without the first of two fences, a user namespace that root makes maps onto root."""
     if os.geteuid() != 0:
         return  # nobody to give up
-    assert "is root outside" in await refused(marker, replace(Machine.here(), setpriv=None))
+    assert "is root outside" in await refused(marker, replace(FencePrograms.here(), setpriv=None))
 
 
 @in_a_loop

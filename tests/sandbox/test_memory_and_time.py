@@ -13,9 +13,9 @@ import pytest
 from penstock.workers.sandbox import cgroup
 from penstock.workers.sandbox import cgroup as cgroup_module
 from penstock.workers.sandbox.execution import MIB, Ending, Limits, Value
-from penstock.workers.sandbox.fence import Machine
+from penstock.workers.sandbox.fence import FencePrograms
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.sandbox.sandbox_worker import Worker
+from penstock.workers.sandbox.sandbox_worker import FenceWorker
 from tests.sandbox.conftest import HUNGRY, in_a_loop
 
 pytestmark = pytest.mark.real
@@ -155,7 +155,7 @@ async def test_the_time_of_children_that_were_waited_for_is_counted_once(has_cgr
         assert 0.6 <= outcome.cpu_s < 1.0
 
 
-class Told(Worker):
+class Told(FenceWorker):
     """A fence whose first execution is said to have run out of memory, wherever the memory was."""
 
     ran: int
@@ -173,7 +173,7 @@ class Told(Worker):
 async def test_out_of_memory_is_run_again_behind_a_new_fence(monkeypatch):
     """The first, which is innocent, was charged for what one before it had left."""
     Told.ran = 0
-    monkeypatch.setattr("penstock.workers.sandbox.sandbox.Worker", Told)
+    monkeypatch.setattr("penstock.workers.sandbox.sandbox.FenceWorker", Told)
     monkeypatch.setattr("penstock.workers.sandbox.sandbox.check", passes)
     async with Sandbox(LIMITS, num_workers=2) as sandbox:
         await sandbox.run_python("print(1)")
@@ -184,7 +184,7 @@ async def test_out_of_memory_is_run_again_behind_a_new_fence(monkeypatch):
         assert [one.num_executions for one in sandbox.alive] == [1]
 
 
-async def passes(worker: Worker, machine: Machine) -> None:
+async def passes(worker: FenceWorker, machine: FencePrograms) -> None:
     """No program has run behind this fence."""
 
 
@@ -227,7 +227,7 @@ def test_the_watch_counts_rising_times_and_forgets_lost_processes(monkeypatch):
     monkeypatch.setattr(cgroup_module, "memory_of", lambda pid: 10)
     monkeypatch.setattr(cgroup_module, "num_sockets", lambda pid: 3)
     monkeypatch.setattr(cgroup_module, "buffer_bytes", lambda: 100)
-    watch = cgroup_module.Watch(0)
+    watch = cgroup_module.UsageWatch(0)
     seen = []
     for look in looks:
         now.clear()

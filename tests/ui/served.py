@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from penstock.network.heads import listen
+from penstock.network.listener import listen
 from penstock.ui.app import make_app
 
 LOOK_S = 0.1

@@ -2,7 +2,7 @@
 
 import random
 
-from penstock.workers.trajectory import Turn
+from penstock.workers.agents.trajectory import Turn
 
 
 def random_turns(rng: random.Random, num_turns: int, vocabulary: int = 50) -> list[Turn]:

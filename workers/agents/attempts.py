@@ -55,13 +55,13 @@ from penstock.workers.agents.trajectory import (
 from penstock.workers.protocols import Sampling, truncated_by
 from penstock.workers.rollout.rollout_worker import STAGE, GroupIntake, GroupLoop, Written
 from penstock.workers.runtime.async_tasks import (
-    CodeEnded,
-    OwnTime,
-    called,
-    contained,
-    result_of,
-    retrieve_failure,
-    started,
+    TimeBudget,
+    UserCodeExit,
+    call_user_code,
+    contained_result,
+    run_contained,
+    silence_failure,
+    start_contained,
 )
 from penstock.workers.runtime.serving import ErrorShare
 from penstock.workers.sandbox.execution import Limits
@@ -78,7 +78,7 @@ MakeSampler = Callable[[Sampling], TurnSampler]
 
 
 @dataclass(frozen=True)
-class Played:
+class AttemptResult:
     """The result of an attempt for evaluation."""
 
     outcome: AttemptOutcome
@@ -89,7 +89,7 @@ class Played:
     trained."""
 
     @classmethod
-    def of(cls, attempt: Trajectory) -> "Played":
+    def of(cls, attempt: Trajectory) -> "AttemptResult":
         outcome = attempt.outcome
         return cls(outcome, attempt.reward, attempt.text) if outcome.is_trained else cls(outcome)
 
@@ -141,10 +141,10 @@ class AttemptRunner:
         self.num_in_flight += 1
         began = time.perf_counter()
         try:
-            outcome = await self._played(task, ctx, sampler)
+            outcome = await self._play(task, ctx, sampler)
         finally:
             sampler.end(AttemptOver("the attempt has ended"))
-            await self._torn_down(task, ctx)
+            await self._tear_down(task, ctx)
             self.num_in_flight -= 1
             self.num_done += 1
             self._keys.dismiss(key)
@@ -161,7 +161,11 @@ class AttemptRunner:
         if outcome.kind == TRUNCATED:
             self.counts[truncated_by(outcome.reason)] += 1
         return Trajectory(
-            sampler.turns, outcome, ctx.total_reward, dict(ctx.turn_rewards), _said(sampler, outcome, ctx.total_reward)
+            sampler.turns,
+            outcome,
+            ctx.total_reward,
+            dict(ctx.turn_rewards),
+            _transcript(sampler, outcome, ctx.total_reward),
         )
 
     async def group(self, task: Task, samplings: Sequence[Sampling]) -> list[Trajectory]:
@@ -177,7 +181,9 @@ class AttemptRunner:
         if score is None or not kept:
             return found
         try:
-            rewards = await contained(_compared(score, task, [found[index] for index in kept]), self._config.timeout_s)
+            rewards = await run_contained(
+                _group_rewards(score, task, [found[index] for index in kept]), self._config.timeout_s
+            )
             for index, reward in zip(kept, rewards, strict=True):
                 found[index] = found[index].with_reward(reward)
         except Exception as error:  # noqa: BLE001 - it is the environment's, whatever it raises
@@ -185,19 +191,19 @@ class AttemptRunner:
                 found[index] = found[index].ended(_failure(error))
         return found
 
-    async def _played(self, task: Task, ctx: Context, sampler: TurnSampler) -> AttemptOutcome:
-        own_time = OwnTime(self._config.timeout_s)
-        playing = started(self._set_up_and_run(task, ctx), own_time)
+    async def _play(self, task: Task, ctx: Context, sampler: TurnSampler) -> AttemptOutcome:
+        budget = TimeBudget(self._config.timeout_s)
+        playing = start_contained(self._set_up_and_run(task, ctx), budget)
         try:
-            in_time = await own_time.suffices(playing)
+            in_time = await budget.ends_in_time(playing)
         except asyncio.CancelledError:
-            await self._ended(playing)
+            await self._cancel(playing)
             raise
         if not in_time:
             text = f"the attempt took longer than {self._config.timeout_s:g} s (environment.timeout_s)"
             is_scoring = ctx.is_scoring
             sampler.end(LimitReached("time", text))
-            await self._ended(playing)
+            await self._cancel(playing)
             if is_scoring and sampler.turns:
                 return AttemptOutcome(FAILED, "timeout_in_reward", f"{text}, and its answer was not scored yet")
             return AttemptOutcome(TRUNCATED, "time", text) if sampler.turns else AttemptOutcome(FAILED, "timeout", text)
@@ -211,7 +217,7 @@ class AttemptRunner:
         if error is None:
             return self._completed(sampler)
         if isinstance(error, Rejected):
-            return AttemptOutcome(REJECTED, f"rejected_{_word(error.reason)}", str(error))
+            return AttemptOutcome(REJECTED, f"rejected_{_metric_word(error.reason)}", str(error))
         if sampler.limit:  # it did not let the end of its turns pass as it was
             return AttemptOutcome(TRUNCATED, sampler.limit, str(error))
         if isinstance(error, PenstockError) and not isinstance(error, AttemptOver | DataError):
@@ -221,18 +227,18 @@ class AttemptRunner:
     async def _set_up_and_run(self, task: Task, ctx: Context) -> None:
         if hasattr(self.environment, "setup"):
             try:
-                await called(self.environment.setup, task, ctx)
+                await call_user_code(self.environment.setup, task, ctx)
             except PenstockError:
                 raise
             except Exception as error:
                 raise InfrastructureError(f"setup: {type(error).__name__}: {error}") from error
-        await called(self.environment.run, task, ctx)
+        await call_user_code(self.environment.run, task, ctx)
 
-    async def _torn_down(self, task: Task, ctx: Context) -> None:
+    async def _tear_down(self, task: Task, ctx: Context) -> None:
         if not hasattr(self.environment, "setup") or not hasattr(self.environment, "teardown"):
             return
         try:
-            await contained(called(self.environment.teardown, task, ctx), TEARDOWN_S)
+            await run_contained(call_user_code(self.environment.teardown, task, ctx), TEARDOWN_S)
         except Exception:  # noqa: BLE001 - it is the environment's, whatever it raises
             self.counts["teardown_failed"] += 1
 
@@ -246,20 +252,20 @@ class AttemptRunner:
         text = "its last turn was cut by rollout.sampling.max_tokens or the model's context"
         return AttemptOutcome(TRUNCATED, "length", text)
 
-    async def _ended(self, playing: "asyncio.Task[None]") -> None:
+    async def _cancel(self, playing: "asyncio.Task[None]") -> None:
         """Ask an attempt to end. One that ignores this is left running, and gets nothing sampled any more."""
         playing.cancel()
         await asyncio.wait([playing], timeout=GRACE_S)
         if not playing.done():
             self.counts["attempts_stuck"] += 1
-        retrieve_failure(playing)
+        silence_failure(playing)
 
     async def close(self) -> None:
         """Close the environment, and the sandboxes that it has used."""
         for sandbox in self._sandboxes.values():
             sandbox.close()
         if hasattr(self.environment, "aclose"):
-            await contained(called(self.environment.aclose))
+            await run_contained(call_user_code(self.environment.aclose))
 
     def _sandbox(self, limits: Limits | None) -> Sandbox:
         limits = limits or Limits.of(self._config.sandbox)
@@ -271,7 +277,7 @@ class AttemptRunner:
         return Toolbox(tools, self._config, self._threads, self.counts)
 
 
-async def _compared(score: Callable[..., Any], task: Task, attempts: list[Trajectory]) -> list[float]:
+async def _group_rewards(score: Callable[..., Any], task: Task, attempts: list[Trajectory]) -> list[float]:
     """The rewards of `score_group`. Raises `ValueError` for what is no finite number."""
     return [finite(reward) for reward in await score(task, attempts)]
 
@@ -279,24 +285,24 @@ async def _compared(score: Callable[..., Any], task: Task, attempts: list[Trajec
 def _raised(playing: "asyncio.Task[None]") -> Exception | None:
     """The error that an attempt ended with; None for none."""
     try:
-        result_of(playing)
+        contained_result(playing)
     except Exception as error:  # noqa: BLE001 - it is the environment's, whatever it raises
         return error
     return None
 
 
 def _failure(error: Exception) -> AttemptOutcome:
-    if isinstance(error, CodeEnded):
+    if isinstance(error, UserCodeExit):
         return AttemptOutcome(FAILED, "environment_error", str(error))
     return AttemptOutcome(FAILED, "environment_error", f"{type(error).__name__}: {error}")
 
 
-def _word(reason: str) -> str:
+def _metric_word(reason: str) -> str:
     """The reason in a form that a metric's name can have."""
     return re.sub(r"\W+", "_", reason).strip("_")[:40] or "rejected"
 
 
-def _said(sampler: TurnSampler, outcome: AttemptOutcome, reward: float) -> list[dict[str, Any]]:
+def _transcript(sampler: TurnSampler, outcome: AttemptOutcome, reward: float) -> list[dict[str, Any]]:
     """Messages for people: the last conversation, and how it ended."""
     end = outcome.kind if not outcome.reason else f"{outcome.kind}: {outcome.reason}"
     return [*map(dict, sampler.last_messages), {"role": "outcome", "content": end, "reward": reward}]

@@ -18,12 +18,17 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import DataError, PenstockError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
-from penstock.store.client.store_client import StoreClient
-from penstock.workers.agents.attempts import ERROR_WINDOW, AttemptColumns, AttemptRunner, EnvironmentWorker, Played
+from penstock.workers.agents.attempts import (
+    ERROR_WINDOW,
+    AttemptColumns,
+    AttemptResult,
+    AttemptRunner,
+    EnvironmentWorker,
+)
 from penstock.workers.agents.environment import Task, make_environment
 from penstock.workers.agents.gateway.chat_formats import make_format
 from penstock.workers.agents.gateway.engine_pool import EnginePool
-from penstock.workers.agents.gateway.http_server import AttemptKeys, HttpServer, told_address
+from penstock.workers.agents.gateway.http_server import AttemptKeys, HttpServer, advertised_host
 from penstock.workers.agents.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.agents.trajectory import Trajectory
 from penstock.workers.models.tokenizer import load_tokenizer
@@ -31,7 +36,7 @@ from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.rollout_worker import GroupIntake
-from penstock.workers.runtime.async_tasks import containing
+from penstock.workers.runtime.async_tasks import contained_task_factory
 from penstock.workers.runtime.processes import children, end_children
 from penstock.workers.runtime.serving import ErrorShare, Progress, ServingActor
 
@@ -75,14 +80,13 @@ class Environments(ServingActor):
         self._make_runner: Callable[[Mapping[str, Any]], AttemptRunner] | None = None
         self._of_sets: dict[str, AttemptRunner] = {}
         """Runners of evaluation's sets, by what these change of the environment's options."""
-        self._worker: EnvironmentWorker | None = None
         self._others = children()  # of this process, which the environment did not start
 
     async def start(self) -> None:
         """Make the environment and start the gateway. Raises `ConfigError` for an environment that cannot be made,
         `ModelError` for a model that cannot chat."""
         spec, config = self._spec, self._spec.config
-        asyncio.get_running_loop().set_task_factory(containing)
+        asyncio.get_running_loop().set_task_factory(contained_task_factory)
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
         rollout, digest = spec.rollout, spec.picture_digest
         processor = PictureProcessor.of(spec.model_path, digest) if rollout.max_pictures else None
@@ -104,7 +108,7 @@ class Environments(ServingActor):
 
         self._make_runner = make_runner
         port = config.gateway.port + spec.index if config.gateway.port else 0
-        told = told_address(config.gateway, ray.util.get_node_ip_address())
+        told = advertised_host(config.gateway, ray.util.get_node_ip_address())
         self._keys.base_url = await self._server.start(config.gateway.host, port, told)
         self.runner = make_runner({})
         sampling = spec.rollout.sampling
@@ -120,18 +124,10 @@ class Environments(ServingActor):
         """Set the rollout actors that serve now, by names and handles."""
         self._pool.update(dict(members))
 
-    async def play(
-        self,
-        engines: Sequence[tuple[str, Any]],
-        tasks: Sequence[str],
-        samplings: Sequence[Sequence[Sampling]],
-        pictures: Sequence[PromptPictures | None] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> list[list[Played]]:
-        """Play a group of attempts at each task, as `trajectories` does. `options`: what is changed of the
-        environment's. Returns of each what evaluation looks at."""
-        groups = await self.trajectories(engines, tasks, samplings, pictures, options)
-        return [[Played.of(attempt) for attempt in group] for group in groups]
+    async def play(self, *arguments: Any, **options: Any) -> list[list[AttemptResult]]:
+        """Play a group of attempts at each task, as `trajectories` does. Returns what evaluation needs of each."""
+        groups = await self.trajectories(*arguments, **options)
+        return [[AttemptResult.of(attempt) for attempt in group] for group in groups]
 
     async def trajectories(
         self,
@@ -159,9 +155,8 @@ class Environments(ServingActor):
     async def stats(self) -> dict[str, float]:
         """Counters of the groups, like those of an engine; and counts of the gateway, of tools and of outcomes since
         the start."""
-        own = self._worker.stats() if self._worker is not None else {}
-        return {**own, **{f"environment/{name}": float(count) for name, count in self._counts.items()},
-                "environment/turns_again": float(self._pool.num_again)}  # fmt: skip
+        own = {f"environment/{name}": float(count) for name, count in self._counts.items()}
+        return {**await super().stats(), **own, "environment/turns_again": float(self._pool.num_again)}
 
     async def close(self) -> None:
         await self._server.stop()
@@ -180,10 +175,6 @@ class Environments(ServingActor):
         if key not in self._of_sets:
             self._of_sets[key] = self._make_runner(options)
         return self._of_sets[key]
-
-    async def _serve(self, store: StoreClient) -> None:
-        assert self._worker is not None
-        await self._worker.run(store)
 
 
 async def ask(

@@ -13,7 +13,7 @@ from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
 from penstock.workers.reward.reward_result import RewardError
 from penstock.workers.reward.signatures import name_of
-from penstock.workers.runtime.async_tasks import waiting
+from penstock.workers.runtime.async_tasks import time_limit_paused
 from penstock.workers.user_code import absolute
 
 NUM_PROCESSES = 2
@@ -50,7 +50,7 @@ class Scoring:
         as a wrong one. Waiting for a free process does not use the attempt's own time."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self.pool.start())
-        with waiting():
+        with time_limit_paused():
             await asyncio.shield(self._starting)
         (found,) = await self.pool.score([answer], [json.dumps(dict(task), default=str)])
         if isinstance(found, RewardError):

@@ -31,7 +31,7 @@ from penstock.conf.errors import ConfigError, InfrastructureError, ResourceError
 from penstock.workers.agents.gateway.conversation import Message, Tools
 from penstock.workers.agents.trajectory import ToolCall, Turn
 from penstock.workers.pictures.prompt_pictures import is_image
-from penstock.workers.runtime.async_tasks import CodeEnded, TookTooLong, contained
+from penstock.workers.runtime.async_tasks import UserCodeExit, UserCodeTimeout, run_contained
 from penstock.workers.sandbox.execution import Limits, ProgramOutcome
 from penstock.workers.sandbox.sandbox import Sandbox
 
@@ -56,7 +56,7 @@ class ToolThreads:
 
     async def call(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
         """Run a function in a thread; return or raise what it does. `timeout_s`: from where it begins to run; None:
-        until the caller is cancelled. Raises `TookTooLong`, `CodeEnded`; `ResourceError` where too many hang for
+        until the caller is cancelled. Raises `UserCodeTimeout`, `UserCodeExit`; `ResourceError` where too many hang for
         good."""
         async with self._places:
             if self.num_left >= MAX_LEFT:
@@ -75,7 +75,7 @@ class ToolThreads:
                     done.cancel()
                     self._leave(thread)
             if done.cancelled():
-                raise TookTooLong(f"it took longer than {timeout_s:g} s")
+                raise UserCodeTimeout(f"it took longer than {timeout_s:g} s")
             return done.result()
 
     def _leave(self, thread: threading.Thread) -> None:
@@ -94,12 +94,12 @@ def _run(function: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: "as
     except Exception as error:  # noqa: BLE001 - whatever it is, its caller is told
         failure = error
     except BaseException as error:  # noqa: BLE001 - nor does it end the loop
-        failure = CodeEnded(f"{type(error).__name__}: {error}")
+        failure = UserCodeExit(f"{type(error).__name__}: {error}")
     with suppress(RuntimeError):  # the loop is closed: nobody waits
-        loop.call_soon_threadsafe(_tell, done, value, failure)
+        loop.call_soon_threadsafe(_resolve, done, value, failure)
 
 
-def _tell(done: "asyncio.Future[Any]", value: Any, failure: Exception | None) -> None:
+def _resolve(done: "asyncio.Future[Any]", value: Any, failure: Exception | None) -> None:
     if done.done():
         return
     if failure is not None:
@@ -202,12 +202,12 @@ class Toolbox:
             value = await make(call.arguments)
         except (ResourceError, InfrastructureError):
             raise
-        except TookTooLong:
+        except UserCodeTimeout:
             self._counts["tools_timeout"] += 1
             return f"Error: {call.name} did not return within {self._limits.tool_timeout_s:g} s."
         except Exception as error:  # noqa: BLE001 - whatever a tool raises, the model gets it
             self._counts["tools_raised"] += 1
-            what = str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}"
+            what = str(error) if isinstance(error, UserCodeExit) else f"{type(error).__name__}: {error}"
             return self._cut(f"Error: {what}")
         parts = value if isinstance(value, list | tuple) else [value]
         if any(map(is_image, parts)):
@@ -218,7 +218,7 @@ class Toolbox:
         function = described.function
         if inspect.iscoroutinefunction(function) and (timed := LIMITED.get(function)):
             within = self._limits.tool_timeout_s, Limits.of(self._limits.sandbox)
-            return lambda arguments: contained(timed(*within, **described.arguments(arguments)))
+            return lambda arguments: run_contained(timed(*within, **described.arguments(arguments)))
         if inspect.iscoroutinefunction(function):
             return self._in_time(lambda arguments: function(**described.arguments(arguments)))
 
@@ -230,7 +230,7 @@ class Toolbox:
 
     def _in_time(self, make: Call) -> Call:
         async def call(arguments: Mapping[str, Any]) -> Any:
-            return await contained(make(arguments), self._limits.tool_timeout_s)
+            return await run_contained(make(arguments), self._limits.tool_timeout_s)
 
         return call
 
@@ -269,13 +269,13 @@ async def _python_within(timeout_s: float, limits: Limits, code: str) -> str:
     sandbox = sandbox_of(limits)
     outcome = await sandbox.run_python(code, wall_s=timeout_s)
     if outcome.reason == "timeout_wall" and timeout_s < sandbox.limits.wall_s:
-        raise TookTooLong(f"it took longer than {timeout_s:g} s")
+        raise UserCodeTimeout(f"it took longer than {timeout_s:g} s")
     return program_text(outcome)
 
 
 LIMITED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
 """Variants of tools that wait for their turn. Before a tool's own arguments, they take the seconds that it may run from
-then on and the limits of code. They raise `TookTooLong`."""
+then on and the limits of code. They raise `UserCodeTimeout`."""
 
 
 def sandbox_of(limits: Limits) -> Sandbox:

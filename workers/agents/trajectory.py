@@ -178,7 +178,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
     return columns
 
 
-def _seen(segments: Sequence["Segment"]) -> dict[str, Any]:
+def _seen(segments: Sequence["TurnSegment"]) -> dict[str, Any]:
     """The columns of pictures: those of each segment, and the number of the segment, start and length of each."""
     pictures = [picture for segment in segments for picture in segment.pictures.encoded]
     places = [(index, *place) for index, segment in enumerate(segments) for place in segment.pictures.ranges]
@@ -207,7 +207,7 @@ class Run:
 
 
 @dataclass
-class Segment:
+class TurnSegment:
     """Runs that follow each other."""
 
     runs: list[Run] = field(default_factory=list)
@@ -227,21 +227,21 @@ class Segment:
         self.tokens, self.pictures = [*turn.prompt_ids, *turn.output_ids], turn.pictures
 
 
-def segments_of(turns: Sequence[Turn]) -> list[Segment]:
+def segments_of(turns: Sequence[Turn]) -> list[TurnSegment]:
     """Make segments of turns, which are in the order of their ids. A turn that two segments begin with belongs to the
     first."""
-    segments: list[Segment] = []
+    segments: list[TurnSegment] = []
     for turn in turns:
         going_on = [segment for segment in segments if segment.goes_on(turn)]
         if going_on:
             max(going_on, key=lambda segment: len(segment.tokens)).append(turn)
         else:
-            segments.append(Segment())
+            segments.append(TurnSegment())
             segments[-1].append(turn)
     return segments
 
 
-def spans_of(segments: Sequence[Segment]) -> list[int]:
+def spans_of(segments: Sequence[TurnSegment]) -> list[int]:
     """The column `spans`: segment, context tokens and sampled tokens of each run, one after the other."""
     return [
         number

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import WeightError
-from penstock.workers.runtime.url_files import fault_of_size
+from penstock.workers.runtime.url_files import size_fault
 
 CONFIG = "config.json"
 TEXTS = (
@@ -97,7 +97,7 @@ def check_exported(directory: str, written: Iterable[Mapping[str, int]]) -> None
     their bytes. Raises `WeightError`."""
     files = {name: num_bytes for own in written for name, num_bytes in own.items()}
     for name, num_bytes in files.items():
-        if fault := fault_of_size(f"{directory}/{name}", num_bytes):
+        if fault := size_fault(f"{directory}/{name}", num_bytes):
             raise WeightError(
                 f"export: {directory}/{name} {fault} as this machine sees it, and a rank has written it. Whatever "
                 "removes files there, try again, or make the model of a checkpoint: penstock export CHECKPOINT "

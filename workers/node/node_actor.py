@@ -1,19 +1,14 @@
 """`Agent-<address>`: the Ray shell around a node's agent. It is started on every node of a run, before anything that
-writes into shared memory, and ended after it.
+writes into shared memory, and ended after it. Three things pass through it:
 
-Questions that pass through a node's agent, to the controller of a run and from it.
+    caller ─ ask ─▶ Mailbox ◀─ take, answer ─ controller         controller ─▶ ActorDirectory.ask ─▶ actors of the node
 
-    caller ─ ask ─▶ Mailbox ◀─ take, answer ─ controller         controller ─▶ NodeActors.ask ─▶ actors of the node
-
-The controller is no actor and cannot be called: questions to it wait in the agent of the driver's node until it takes
-them, and the caller waits for its answer; `orchestrator/control/scaling.py` has both ends. It asks the actors of a node
-through the agent there, which gives one answer for all of them. Actors that are not in the answer it asks itself
-(`orchestrator/cluster/fleet/fleet.py`).
-
-The output of a node's processes since the last call: for the run's directory, so that it can be read on another
-machine.
-
-The standard output and error of a process are files of Ray's, which `/proc` names.
+- Questions to the controller, which is no actor and cannot be called: they wait in the agent of the driver's node until
+  the controller takes them, and the caller waits for its answer.
+- The controller's calls of a node's actors, which get one answer for all of them. The controller calls actors that are
+  missing from the answer itself (`orchestrator/cluster/fleet/fleet.py`).
+- The output of a node's processes since the last call, for the run's directory, so that it can be read on another
+  machine. The standard output and error of a process are files of Ray's, which `/proc` names.
 """
 
 import asyncio
@@ -30,8 +25,8 @@ import ray
 from penstock.network.connection import Address
 from penstock.network.host import raise_limit
 from penstock.workers.node import node_agent
-from penstock.workers.node.file_service import FileSet
 from penstock.workers.node.node_agent import NodeFacts
+from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.protocols import Publication
 from penstock.workers.runtime import processes
 from penstock.workers.runtime.processes import ProcessId, register
@@ -50,7 +45,7 @@ Lines = list[tuple[str, str]]
 
 
 @dataclass
-class _File:
+class _OutputFile:
     path: Path
     offset: int = 0
     rest: bytes = b""
@@ -86,13 +81,13 @@ class _File:
 @dataclass
 class _ProcessOutput:
     process: ProcessId
-    files: dict[str, _File] = field(default_factory=dict)
+    files: dict[str, _OutputFile] = field(default_factory=dict)
     """Files by stream."""
     is_alive: bool = True
     """True if the process was alive at the last look."""
 
 
-class Output:
+class NodeOutput:
     """Lifecycle: `take` now and then, from one thread at a time."""
 
     def __init__(self) -> None:
@@ -123,9 +118,9 @@ class Output:
         return found
 
 
-def _files_of(process: ProcessId) -> dict[str, _File]:
+def _files_of(process: ProcessId) -> dict[str, _OutputFile]:
     """Output files of a process. None where it prints to no file, or where this process may not look."""
-    found: dict[str, _File] = {}
+    found: dict[str, _OutputFile] = {}
     if not process.is_alive:
         return found
     for number, stream in STREAMS.items():
@@ -134,7 +129,7 @@ def _files_of(process: ProcessId) -> dict[str, _File]:
         except OSError:
             continue
         if path.is_file() and all(file.path != path for file in found.values()):
-            found[stream] = _File(path)
+            found[stream] = _OutputFile(path)
     return found
 
 
@@ -177,7 +172,7 @@ class Mailbox:
                 asking.set_result(None)
 
 
-class NodeActors:
+class ActorDirectory:
     """The actors of a node. Lifecycle: `set` them, again whenever they change; `ask` any of them."""
 
     def __init__(self) -> None:
@@ -191,7 +186,7 @@ class NodeActors:
         """Call actors without arguments; return their answers. An actor that does not answer in time, fails, or is not
         known is left out; the controller learns the reason when it asks itself."""
         known = {name: handle for name in names if (handle := self._handles.get(name)) is not None}
-        calls = {name: asyncio.create_task(_said(handle, method)) for name, handle in known.items()}
+        calls = {name: asyncio.create_task(_call(handle, method)) for name, handle in known.items()}
         if calls:
             await asyncio.wait(calls.values(), timeout=timeout_s)
         try:
@@ -201,11 +196,11 @@ class NodeActors:
                 call.cancel()
 
 
-async def _said(handle: Any, method: str) -> Any:
+async def _call(handle: Any, method: str) -> Any:
     return await getattr(handle, method).remote()
 
 
-class NodeAgent:
+class NodeAgentActor:
     """Lifecycle: `facts` once it is there, `run` for callers that want to know of its end, `close`."""
 
     def __init__(
@@ -220,8 +215,8 @@ class NodeAgent:
         )
         self._closed = asyncio.Event()
         self._mailbox = Mailbox()
-        self._output = Output()
-        self._node_actors = NodeActors()
+        self._output = NodeOutput()
+        self._node_actors = ActorDirectory()
         self._reading = threading.Lock()
 
     async def facts(self) -> NodeFacts:

@@ -34,9 +34,8 @@ from penstock.network.listener import Handler, Listener
 from penstock.store.data import remote_rows
 from penstock.store.data.remote_rows import RowsServer
 from penstock.store.data.roots import OWNER_NAME, boot_id, claim_root, guard_root, remove_root, sweep_stale
-from penstock.workers.node import file_service, state_service
-from penstock.workers.node.file_service import FileService
-from penstock.workers.node.state_service import StateService
+from penstock.workers.node import node_transfers
+from penstock.workers.node.node_transfers import FileService, StateService
 from penstock.workers.runtime.processes import ProcessId, kill
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
@@ -193,7 +192,7 @@ class NodeAgent:
             remove_root(self.root)
 
     def _services(self) -> Mapping[int, Handler]:
-        handlers = {file_service.FILES: self.files.serve, state_service.STATES: self.states.serve, LINKS: serve_link}
+        handlers = {node_transfers.FILES: self.files.serve, node_transfers.STATES: self.states.serve, LINKS: serve_link}
         if self.relay is None:
             return handlers
         return handlers | {CHUNKS: self.relay.serve, remote_rows.ROWS: self.rows.serve}

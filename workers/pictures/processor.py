@@ -102,7 +102,7 @@ class PictureProcessor:
         return processor
 
     @classmethod
-    def if_it_sees(cls, model_path: str, digest: str | None = None) -> "PictureProcessor | None":
+    def of_or_none(cls, model_path: str, digest: str | None = None) -> "PictureProcessor | None":
         """Make the processor of a model, as `of` does; None for a model whose pictures are not read here, which may be
         used for text. Raises `ConfigError`."""
         sees = digest is not None or configuration(model_path).get("model_type") in FAMILIES
@@ -158,7 +158,7 @@ class PictureProcessor:
     def features(self, pictures: Sequence[bytes]) -> Features:
         """What the model reads of at least one picture. Raises `DataError`."""
         try:
-            found = self._images([opened(picture) for picture in pictures], return_tensors="np")
+            found = self._images([rgb_image(picture) for picture in pictures], return_tensors="np")
         except ValueError as error:
             raise DataError(f"pictures that the processor cannot take: {error}") from None
         grids = self.family.grids(self._config, found)
@@ -174,7 +174,9 @@ class PictureProcessor:
         return found
 
 
-def check_seen(processor: PictureProcessor | None, pictures: PromptPictures | None, most: int, model_path: str) -> None:
+def check_pictures(
+    processor: PictureProcessor | None, pictures: PromptPictures | None, most: int, model_path: str
+) -> None:
     """Refuse pictures that the model of an engine cannot see, or more than `most`. Raises `DataError`, and
     `ConfigError` for the model."""
     count = 0 if pictures is None else len(pictures.encoded)
@@ -189,11 +191,11 @@ def hash_of(picture: bytes) -> str:
     return hashlib.blake2b(picture, digest_size=20).hexdigest()
 
 
-def opened(picture: bytes) -> "Image":
+def rgb_image(picture: bytes) -> "Image":
     """The picture as RGB pixels, turned as its camera was held. Raises `DataError`."""
     from PIL import ImageOps
 
-    image = _begun(picture)
+    image = _open_head(picture)
     try:
         return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, SyntaxError) as error:
@@ -202,12 +204,12 @@ def opened(picture: bytes) -> "Image":
 
 def size_of(picture: bytes) -> tuple[int, int]:
     """Width and height that the opened picture will have, without reading its pixels. Raises `DataError`."""
-    image = _begun(picture)
+    image = _open_head(picture)
     width, height = image.size
     return (height, width) if image.getexif().get(ORIENTATION, 1) >= 5 else (width, height)
 
 
-def _begun(picture: bytes) -> "Image":
+def _open_head(picture: bytes) -> "Image":
     """The picture, of which the head is read."""
     from PIL import Image
 

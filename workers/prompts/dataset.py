@@ -29,9 +29,9 @@ from penstock.workers.prompts.dataset_row import (
 )
 from penstock.workers.prompts.raw_rows import (
     ArrowRows,
+    DataSelection,
     PythonRows,
     RawRows,
-    Wanted,
     check_texts,
     open_table,
     without_none,
@@ -322,13 +322,13 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
     return TableDataset(open_table(wanted, data.source, texts), data, size)
 
 
-def _wanted(data: DataConfig, path: str, held_out: str | None) -> Wanted:
+def _wanted(data: DataConfig, path: str, held_out: str | None) -> DataSelection:
     """What is wanted of the data to train on. `held_out`: what evaluation wants, another split or other files."""
     if held_out is None:
-        return Wanted(path, data.subset, data.split)
+        return DataSelection(path, data.subset, data.split)
     if names_split(held_out, path):
-        return Wanted(path, data.subset, held_out, split_key="evaluation.path")
-    return Wanted(held_out, key="evaluation.path", split_key="evaluation.path")
+        return DataSelection(path, data.subset, held_out, split_key="evaluation.path")
+    return DataSelection(held_out, key="evaluation.path", split_key="evaluation.path")
 
 
 def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Problems:

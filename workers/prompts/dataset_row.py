@@ -81,7 +81,7 @@ class NoAnswer(DataError):
 
 
 @dataclass(frozen=True)
-class Needs:
+class RowNeeds:
     """What the use of a dataset's rows needs of each."""
 
     fields: Mapping[str, str]
@@ -92,7 +92,7 @@ class Needs:
     """True if rows that lack something are left out."""
 
     @classmethod
-    def of(cls, data: DataConfig, rows_are: str, answer: bool) -> "Needs":
+    def of(cls, data: DataConfig, rows_are: str, answer: bool) -> "RowNeeds":
         """`rows_are`: as of a `PromptSource`. `answer`: the reward needs an answer."""
         fields = {"answer": "answer"} if answer and rows_are == "prompts" else {}
         if rows_are in ("demonstrations", "preferences"):

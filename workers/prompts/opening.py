@@ -18,7 +18,7 @@ from penstock.workers.models.tokenizer import generation_ends, load_tokenizer
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.data_identity import HeldOutProblems
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.dataset_row import DataPart, DatasetRow, Needs, PromptDataset
+from penstock.workers.prompts.dataset_row import DataPart, DatasetRow, PromptDataset, RowNeeds
 from penstock.workers.prompts.order import Curriculum, CurriculumState
 from penstock.workers.prompts.raw_rows import check_texts, first_of
 from penstock.workers.prompts.source import PromptSource, PromptStart
@@ -165,7 +165,7 @@ def check_prompts(
     *,
     rows_are: str = "prompts",
     sample: int = 1000,
-    needs: Needs | None = None,
+    needs: RowNeeds | None = None,
 ) -> PromptReport:
     """Check a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
     `needs`: what the rows are needed to have.
@@ -179,7 +179,7 @@ def check_prompts(
         seen = sum(map(encoder.processor.length_of, row.pictures)) if encoder.processor is not None else 0
         return len(row.prompt) + seen + (len(row.response or "") if rows_are != "prompts" else 0)
 
-    needs, unanswered, left_out = needs or Needs.of(config.data, rows_are, answer=False), 0, 0
+    needs, unanswered, left_out = needs or RowNeeds.of(config.data, rows_are, answer=False), 0, 0
 
     def complete_rows() -> Iterator[DatasetRow]:
         nonlocal unanswered, left_out

@@ -338,7 +338,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DataSelection:
     """The rows that are wanted of a path, and the keys that say so, for messages."""
 
     path: str
@@ -349,7 +349,7 @@ class Wanted:
     split_key: str = "data.split"
 
     @property
-    def told(self) -> str:
+    def setting(self) -> str:
         return f"{self.key}={self.path}"
 
     @property
@@ -357,7 +357,7 @@ class Wanted:
         return " ".join(filter(None, (self.path, self.subset, self.split)))
 
 
-def open_table(wanted: Wanted, source: str, texts: Collection[str]) -> RawRows:
+def open_table(wanted: DataSelection, source: str, texts: Collection[str]) -> RawRows:
     """Open the rows of files or of a dataset of the hub.
 
     `source`: "jsonl" for files alone, "huggingface" or "auto". `texts`: columns that are text, whatever they hold.
@@ -372,14 +372,14 @@ def open_table(wanted: Wanted, source: str, texts: Collection[str]) -> RawRows:
         files = [DataFile(f"{path}/{name}", fetch(name)) for name in choose_files(names, wanted)]
     rows = _joined([_open(file, folder, texts) for file in files], files, folder, label)
     if not len(rows):
-        raise DataError(f"{wanted.told}: {len(files)} file(s) of {rows.num_bytes} bytes with no rows.")
+        raise DataError(f"{wanted.setting}: {len(files)} file(s) of {rows.num_bytes} bytes with no rows.")
     return rows
 
 
-def _find(wanted: Wanted) -> tuple[Path, list[DataFile], str]:
+def _find(wanted: DataSelection) -> tuple[Path, list[DataFile], str]:
     """The folder that the rows' paths are relative to, the files, and their name for messages. Raises `DataError`."""
     path, (system, root, fetch) = wanted.path, _opened(wanted)
-    with _told(wanted.told):
+    with _as_data_error(wanted.setting):
         kind = _kind(system, root)
         if kind == "directory":
             by_name = {str(name)[len(root) :].lstrip("/"): name for name in system.find(root)}
@@ -394,7 +394,7 @@ def _find(wanted: Wanted) -> tuple[Path, list[DataFile], str]:
     raise _missing(wanted)
 
 
-def _opened(wanted: Wanted) -> tuple[Any, str, Callable[[str], Path]]:
+def _opened(wanted: DataSelection) -> tuple[Any, str, Callable[[str], Path]]:
     """The file system of a path, the path as it names it, and what brings a file here. Raises `DataError`."""
     path = wanted.path
     if not is_url(path):
@@ -403,7 +403,7 @@ def _opened(wanted: Wanted) -> tuple[Any, str, Callable[[str], Path]]:
         system, root = url_to_fs(path)
     except (ValueError, ImportError) as error:
         raise DataError(
-            f"{wanted.told}: no file system for it ({error}). Some kinds want a package, such as s3fs for s3://."
+            f"{wanted.setting}: no file system for it ({error}). Some kinds want a package, such as s3fs for s3://."
         ) from None
     cached = fsspec.filesystem("simplecache", fs=system)  # keeps what it has fetched while the process lives
 
@@ -423,7 +423,7 @@ def _kind(system: Any, root: str) -> str:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _as_data_error(what: str) -> Iterator[None]:
     """Raise `DataError` for what a file system raises in the block: its library raises what it likes."""
     try:
         yield
@@ -438,14 +438,14 @@ def _has_rows(name: str) -> bool:
     return not any(part.startswith(".") for part in parts) and parts[-1] not in ABOUT
 
 
-def _missing(wanted: Wanted) -> DataError:
+def _missing(wanted: DataSelection) -> DataError:
     path, place = wanted.path, Path(wanted.path).expanduser()
     if is_url(path):
-        return DataError(f"{wanted.told}: there is no such file or folder, or its host does not answer.")
+        return DataError(f"{wanted.setting}: there is no such file or folder, or its host does not answer.")
     if glob.has_magic(path):
-        return DataError(f"{wanted.told}: there is no file of this pattern (seen from {Path.cwd()}).")
+        return DataError(f"{wanted.setting}: there is no file of this pattern (seen from {Path.cwd()}).")
     if not place.parent.is_dir():
-        return DataError(f"{wanted.told}: there is no folder {place.parent.resolve()}.")
+        return DataError(f"{wanted.setting}: there is no folder {place.parent.resolve()}.")
     near = [other.name for other in place.parent.iterdir()]
     hint = suggest(place.name, near) if near else "; the folder is empty."
     if len(place.parts) == 1 and not format_named(path):
@@ -453,10 +453,10 @@ def _missing(wanted: Wanted) -> DataError:
             " A dataset of the hub is OWNER/NAME, or needs data.source=huggingface; a task of reasoning_gym needs "
             "data.source=reasoning_gym."
         )
-    return DataError(f"{wanted.told}: there is no such file{hint}")
+    return DataError(f"{wanted.setting}: there is no such file{hint}")
 
 
-def choose_files(names: Collection[str], wanted: Wanted) -> list[str]:
+def choose_files(names: Collection[str], wanted: DataSelection) -> list[str]:
     """The files of one subset and split among `SUBSET/SPLIT/0000.parquet` (the hub) or
     `[SUBSET/]SPLIT-00000-of-00001.parquet`, in order.
 
@@ -465,7 +465,7 @@ def choose_files(names: Collection[str], wanted: Wanted) -> list[str]:
     """
     path, subset, split = wanted.path, wanted.subset, wanted.split
     if not names:
-        raise DataError(f"{wanted.told}: no file with rows there ({', '.join(ENDINGS)}).")
+        raise DataError(f"{wanted.setting}: no file with rows there ({', '.join(ENDINGS)}).")
     known = [(name, *_place(name)) for name in sorted(names)]
     subsets = sorted({place for _, place, _ in known})
     if subset is None and len(subsets) > 1:
@@ -485,7 +485,7 @@ def choose_files(names: Collection[str], wanted: Wanted) -> list[str]:
         raise DataError(f"{wanted.split_key}={split}: {path} has no such split{suggest(str(split), splits)}")
     if len(formats := sorted(set(map(format_named, chosen)))) > 1:
         raise DataError(
-            f"{wanted.told}: a folder with files of several formats: {', '.join(formats)}. Name those of one: "
+            f"{wanted.setting}: a folder with files of several formats: {', '.join(formats)}. Name those of one: "
             f"{wanted.key}={path.rstrip('/')}/**/*.{formats[0]}"
         )
     return chosen
@@ -507,7 +507,7 @@ def _without_number(piece: str) -> str:
     return bare if bare in SPLITS else piece
 
 
-def _hub_files(wanted: Wanted) -> tuple[list[str], Callable[[str], Path]]:
+def _hub_files(wanted: DataSelection) -> tuple[list[str], Callable[[str], Path]]:
     hub = importlib.import_module("huggingface_hub")
     errors = importlib.import_module("huggingface_hub.errors")
     of_client = errors.HfHubHTTPError.__bases__[0]
@@ -519,7 +519,7 @@ def _hub_files(wanted: Wanted) -> tuple[list[str], Callable[[str], Path]]:
     ) as error:  # fmt: skip
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"{wanted.told}: neither files of this machine nor a dataset that the Hugging Face hub hands out here "
+            f"{wanted.setting}: neither files of this machine nor a dataset that the Hugging Face hub hands out here "
             f"({first_line}). Check the id and the connection; a private dataset needs `hf auth login`. Or download "
             f"its files, and set {wanted.key} to one of them or to their folder."
         ) from error

@@ -18,7 +18,7 @@ from penstock.conf.errors import DataError
 from penstock.store.client.store_client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.workers.prompts.data_identity import DataIdentity, HeldOutProblems
-from penstock.workers.prompts.dataset_row import DatasetRow, Needs, PromptDataset
+from penstock.workers.prompts.dataset_row import DatasetRow, PromptDataset, RowNeeds
 from penstock.workers.prompts.order import Curriculum, CurriculumState, PromptCursor, PromptOrder
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
@@ -47,7 +47,7 @@ class PromptStart:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawState:
     """The state of drawing at some moment."""
 
     num_groups: int
@@ -82,14 +82,14 @@ class PromptSource:
         self.num_left_out = dict.fromkeys((TOO_LONG, HELD_OUT, NO_ANSWER), 0)
         """Number of rows left out so far, by reason, for `dropped/<reason>`."""
         self._held_out = held_out or HeldOutProblems()
-        self._needs = Needs.of(data, rows_are, needs_answer)
+        self._needs = RowNeeds.of(data, rows_are, needs_answer)
         start = start or PromptStart()
         self._first_rows = start.num_rows
         shuffle = data.shuffle and not once
         self._order = PromptOrder(len(dataset), data.seed, start.cursor, shuffle=shuffle, first_rows=start.num_rows)
         self._once, self._curriculum = once, curriculum
-        self._start = Drawn(start.first_group, start.cursor)
-        self._drawn: deque[Drawn] = deque([self._start], maxlen=REMEMBERED_CURSORS)
+        self._start = DrawState(start.first_group, start.cursor)
+        self._drawn: deque[DrawState] = deque([self._start], maxlen=REMEMBERED_CURSORS)
 
     @cached_property
     def identity(self) -> DataIdentity:
@@ -138,7 +138,7 @@ class PromptSource:
         while self._drawn[-1].num_groups > num_groups:
             self._drawn.pop()
         self._go_back(self._drawn[-1])
-        self._pass(num_groups - self._drawn[-1].num_groups)
+        self._skip_groups(num_groups - self._drawn[-1].num_groups)
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """Draw the source columns of the next `count` groups: `prompt_ids` (list of int; tasks have none), `task` (JSON
@@ -153,20 +153,20 @@ class PromptSource:
         now on the groups come from this source alone, beginning with the first that the store has not had."""
         had = await store.become_source()
         while had - self._drawn[-1].num_groups > PASSED_AT_ONCE:  # others may ask meanwhile
-            if not await self._hear(store, self.num_drawn + PASSED_AT_ONCE):
+            if not await self._load_outcomes(store, self.num_drawn + PASSED_AT_ONCE):
                 return
-            self._pass(PASSED_AT_ONCE)
+            self._skip_groups(PASSED_AT_ONCE)
             await asyncio.sleep(0)
-        if not await self._hear(store, had):
+        if not await self._load_outcomes(store, had):
             return
         self.go_to(had)
         try:
-            while await self._hear(store, self.num_drawn):
+            while await self._load_outcomes(store, self.num_drawn):
                 await store.put_groups(self.next_groups(batch if self._curriculum is None else self._curriculum.left))
         except StoreClosed:
             return
 
-    async def _hear(self, store: StoreClient, group: int) -> bool:
+    async def _load_outcomes(self, store: StoreClient, group: int) -> bool:
         """Have the curriculum hear what it draws this group by. Returns False when the store is closed."""
         missing = range(0) if self._curriculum is None else self._curriculum.missing(group)
         if self._curriculum is None or not missing:
@@ -223,9 +223,9 @@ class PromptSource:
             return None
         return row
 
-    def _after(self, num_groups: int) -> Drawn:
+    def _after(self, num_groups: int) -> DrawState:
         """The state of drawing now, with so many groups."""
-        return Drawn(num_groups, self._order.cursor, dict(self.num_left_out))
+        return DrawState(num_groups, self._order.cursor, dict(self.num_left_out))
 
     def _remembers(self, num_groups: int) -> bool:
         """Return whether drawing can go back to after so many groups without beginning at the start."""
@@ -257,7 +257,7 @@ class PromptSource:
             f"data.max_prompt_tokens={limits.max_prompt_tokens} or than the room of {limits.room}."
         )
 
-    def _go_back(self, drawn: Drawn) -> None:
+    def _go_back(self, drawn: DrawState) -> None:
         self._order.go_to(drawn.cursor)
         self.num_left_out |= dict.fromkeys(self.num_left_out, 0) | dict(drawn.num_left_out)
         if self._curriculum is not None:
@@ -266,17 +266,17 @@ class PromptSource:
             self._drawn.clear()
             self._drawn.append(drawn)
 
-    def _pass(self, count: int) -> None:
+    def _skip_groups(self, count: int) -> None:
         """Draw and drop so many groups."""
         if self.skips or self._curriculum is not None:  # which rows are too long is found out by their tokens alone
             self.next_groups(count)
         elif count:
-            self._pass_rows(count)
+            self._skip_rows(count)
             drawn = self._drawn[-1].num_groups + count
             self._drawn.clear()
             self._drawn.append(self._after(drawn))
 
-    def _pass_rows(self, count: int) -> None:
+    def _skip_rows(self, count: int) -> None:
         if not self._held_out and not (self._needs.skips and self._needs.fields):
             self._order.skip(count)
             return

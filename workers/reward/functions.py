@@ -271,7 +271,7 @@ def math_verify(response: str, answer: str) -> float:
     """Return 1.0 if the response's final answer equals the reference mathematically, else 0.0.
 
     The final answer stands after `####`, in the last `\\boxed{}`, or is the last number, list or formula of the
-    response (`answers.py`). Raises `ValueError` if the reference answer itself cannot be read.
+    response. Raises `ValueError` if the reference answer itself cannot be read.
     """
     return float(are_equal(Answer.of(str(answer)), Answer.of(response)))
 

@@ -94,7 +94,7 @@ class Rubric:
         return (verdict(answer, self.low, self.high) - self.low) / (self.high - self.low)
 
 
-class Verdicts:
+class VerdictCache:
     """Scores by question. An answered question is not asked again."""
 
     def __init__(self, most: int = KEPT_ANSWERS) -> None:
@@ -264,7 +264,7 @@ class _Judge:
 
 
 _judges: dict[tuple[asyncio.AbstractEventLoop, str, str], _Judge] = {}
-VERDICTS = Verdicts()
+VERDICTS = VerdictCache()
 
 
 def _warm(_options: Mapping[str, Any]) -> None:

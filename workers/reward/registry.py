@@ -23,12 +23,12 @@ BUILTIN_MODULES = ("penstock.workers.reward.functions", "penstock.workers.reward
 
 
 @dataclass(frozen=True)
-class Registered:
+class RewardEntry:
     function: Callable[..., Any]
     warm: Callable[[Mapping[str, Any]], object] | None = None
 
 
-REWARDS: dict[str, Registered] = {}
+REWARDS: dict[str, RewardEntry] = {}
 
 
 def reward(name: str, *, warm: Callable[[Mapping[str, Any]], object] | None = None) -> Callable[[F], F]:
@@ -36,7 +36,7 @@ def reward(name: str, *, warm: Callable[[Mapping[str, Any]], object] | None = No
     function's options."""
 
     def register(function: F) -> F:
-        REWARDS[name] = Registered(function, warm)
+        REWARDS[name] = RewardEntry(function, warm)
         return function
 
     return register

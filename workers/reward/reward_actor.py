@@ -6,11 +6,10 @@ from typing import Any
 
 from penstock.conf.reward import RewardConfig
 from penstock.metering.ray_export import Origin, exported
-from penstock.store.client.store_client import StoreClient
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
-from penstock.workers.reward.reward_result import RewardResult
-from penstock.workers.reward.reward_worker import REWARD, Pool, RewardStage, RewardWorker
+from penstock.workers.reward.reward_result import RewardResult, ScoringPool
+from penstock.workers.reward.reward_worker import REWARD, RewardStage, RewardWorker
 from penstock.workers.runtime.serving import Progress, ServingActor
 
 
@@ -26,7 +25,7 @@ class RewardPlan:
     stage: RewardStage = REWARD
     max_steps: int = 0
     """Steps of the run."""
-    make_pool: Callable[[], Pool] | None = None
+    make_pool: Callable[[], ScoringPool] | None = None
     """Function that makes the pool that scores; None: processes with the function."""
     origin: Origin | None = None
     """Origin of its measurements; None: they are not exported."""
@@ -49,9 +48,6 @@ class Reward(ServingActor):
         await self._worker.start()
         await super().start()
 
-    async def _serve(self, store: StoreClient) -> None:
-        await self._worker.run(store)
-
     async def score(self, tasks: Sequence[str], responses: Sequence[Any]) -> list[RewardResult]:
         """Score responses, each a `Response` or an environment's answer; `tasks` are the rows' `task` column (JSON)."""
         return await self._worker.score(tasks, responses)
@@ -59,9 +55,6 @@ class Reward(ServingActor):
     async def progress(self) -> Progress:
         """Samples scored, and those that are being scored. May be called at any time."""
         return self._phases.progress(self._worker.num_scored, self._worker.num_in_flight)
-
-    async def stats(self) -> dict[str, float]:
-        return self._worker.stats()
 
     async def close(self) -> None:
         await self._worker.close()

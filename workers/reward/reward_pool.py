@@ -3,11 +3,9 @@
 A reward worker has one pool. A reward that hangs, crashes, raises or returns no number costs its own sample only:
 everything else in its batch is scored all the same.
 
-A child process of the reward pool, seen from the pool: start it, give it a batch, receive each result, kill it.
-
-The other end is `child.py`. asyncio's streams find the ends of lines and bound their length. Libraries do not fit:
-`pebble` unpickles what a child sends, and a `multiprocessing.connection` that has begun to read a message waits for its
-end, which blocks the whole event loop or a thread for each process.
+The other end of a process is `reward_child.py`. asyncio's streams find the ends of lines and bound their length.
+Libraries do not fit: `pebble` unpickles what a child sends, and a `multiprocessing.connection` that has begun to read a
+message waits for its end, which blocks the whole event loop or a thread for each process.
 """
 
 import asyncio
@@ -31,11 +29,11 @@ from penstock.workers.reward.reward_result import (
     BadMessageError,
     RewardError,
     RewardResult,
+    ScoringPool,
     answer_of,
-    in_order,
     result_of,
 )
-from penstock.workers.runtime.async_tasks import cancel_all, waiting
+from penstock.workers.runtime.async_tasks import cancel_all, time_limit_paused
 
 T = TypeVar("T")
 GRACE_S = 0.25
@@ -179,7 +177,7 @@ MOST_LOGGED = 100
 Results = asyncio.Queue[tuple[int, RewardResult] | BaseException]
 
 
-class RewardPool:
+class RewardPool(ScoringPool):
     """Scores samples in `num_processes` processes.
 
     Lifecycle: `start` loads the function in every process (or raises `ConfigError`); `score` and `stream` may be called
@@ -193,16 +191,13 @@ class RewardPool:
         self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0
     ) -> None:
         """`timeout_s`: deadline of each sample. `start_timeout_s`: deadline of loading the function in a process."""
-        self.spec, self.num_processes = spec, num_processes
+        self.spec, self.num_processes, self.num_lanes = spec, num_processes, num_processes
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
-        self.replaced = 0
-        """Number of processes that were killed or died, and were replaced."""
         self.timeouts = 0
         """Number of samples that missed their deadline here (an async reward's own loop times its samples itself)."""
         self.last_loss = ""
         """The reason why a process was lost last: "timeout" or "crash"."""
         self.logged: dict[str, tuple[float, int]] = {}
-        """Sum and number of the values of each metric that the function has logged."""
         self._idle: asyncio.Queue[RewardProcess | PenstockError] = asyncio.Queue()
         self.alive: set[RewardProcess] = set()
         """Processes that have started, idle ones too."""
@@ -240,18 +235,9 @@ class RewardPool:
         self.alive.clear()
 
     @property
-    def num_lanes(self) -> int:
-        """Number of leases that the pool has work for at a time."""
-        return self.num_processes
-
-    @property
     def busy_s(self) -> float:
         """Seconds that processes spent scoring, added up."""
         return self._busy_of_dead_s + sum(process.busy_s for process in self.alive)
-
-    async def score(self, responses: Sequence[Any], tasks: Sequence[str]) -> list[RewardResult]:
-        """Score responses, each a `Response` or an environment's answer: a result for each, in order."""
-        return await in_order(self.stream(responses, tasks), len(responses))
 
     async def stream(self, responses: Sequence[Any], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
         """Yield `(index, result)` for each response, as they come. `tasks` are JSON strings, one a response.
@@ -262,7 +248,7 @@ class RewardPool:
         items = list(zip(range(len(responses)), responses, tasks, strict=True))
         calls = [self._spawn(self._score_part(part, ready)) for part in self._parts(items)]
         for call in calls:
-            call.add_done_callback(partial(_tell_failure, ready))
+            call.add_done_callback(partial(_forward_failure, ready))
         try:
             for _ in items:
                 result = await ready.get()
@@ -332,7 +318,7 @@ class RewardPool:
     async def take(self) -> RewardProcess:
         """Take an idle process; one that ended while it was idle is replaced, and no sample blamed."""
         while True:
-            with waiting():
+            with time_limit_paused():
                 process = await self._idle.get()
             if isinstance(process, PenstockError):
                 self._idle.put_nowait(process)
@@ -363,7 +349,7 @@ class RewardPool:
             self._idle.put_nowait(error)
 
 
-def _tell_failure(ready: Results, call: "asyncio.Task[Any]") -> None:
+def _forward_failure(ready: Results, call: "asyncio.Task[Any]") -> None:
     """Pass on the failure of a call that ended without results to the caller that waits for them, whatever ended it."""
     failure = WorkerDied("the reward pool is closed") if call.cancelled() else call.exception()
     if failure is not None:

@@ -1,8 +1,8 @@
 """The result of scoring one sample: a `Reward`, a `RewardError` that says why there is none, or None for a sample that
 the function does not count.
 
-`child.py` makes it in a process of the pool, `pool.py` carries it, `reward_worker.py` counts and reports it. A process
-reports it to its pool by messages: short lines of JSON, checked before they are used.
+`reward_child.py` makes it in a process of the pool, `reward_pool.py` carries it, `reward_worker.py` counts and reports
+it. A process reports it to its pool by messages: short lines of JSON, checked before they are used.
 
     ["ready", order] or ["refused", text]                                     once
     ["score", index, number, accuracy or null], ["none", index] or ["error", index, kind, text] …,
@@ -16,8 +16,9 @@ sent.)
 import json
 import math
 import traceback
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 KINDS = ("raised", "bad_value", "timeout", "crash")
@@ -79,12 +80,37 @@ LoggedValue = tuple[str, float]
 """A metric that a function has logged: its name and a value."""
 
 
-async def in_order(stream: AsyncIterator[tuple[int, RewardResult]], count: int) -> list[RewardResult]:
-    """Put results in order that come as they are known, each with its place."""
-    results: list[RewardResult] = [RewardError("crash", "not scored")] * count
-    async for place, result in stream:
-        results[place] = result
-    return results
+class ScoringPool:
+    """Base of what scores samples: processes with a function (`reward_pool.py`), or an engine (`judge_pool.py`)."""
+
+    num_lanes = 1
+    """Number of leases that the pool has work for at a time."""
+    replaced = 0
+    """Number of processes that were killed or died, and were replaced."""
+    logged: Mapping[str, tuple[float, int]] = MappingProxyType({})
+    """Sum and number of the values of each metric that the function has logged."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent scoring, added up."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    def stream(self, responses: Sequence[Any], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
+        """Yield `(index, result)` for each response, as they come. `tasks` are JSON strings, one a response."""
+        raise NotImplementedError
+
+    async def score(self, responses: Sequence[Any], tasks: Sequence[str]) -> list[RewardResult]:
+        """Score responses, each a `Response` or an environment's answer: a result for each, in order."""
+        results: list[RewardResult] = [RewardError("crash", "not scored")] * len(responses)
+        async for place, result in self.stream(responses, tasks):
+            results[place] = result
+        return results
 
 
 def bounded(text: str, max_characters: int = MAX_TEXT) -> str:

@@ -9,10 +9,10 @@ The controller watches `run` end, and asks for `stats`. Evaluation calls `score`
 import json
 import time
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.conf.errors import LeaseExpired
 from penstock.conf.reward import RewardConfig
@@ -21,7 +21,7 @@ from penstock.metering.meters import Meters
 from penstock.store.client.lease import Lease
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
-from penstock.workers.reward.reward_result import RewardError, RewardResult
+from penstock.workers.reward.reward_result import RewardError, RewardResult, ScoringPool
 from penstock.workers.reward.signatures import Response
 from penstock.workers.runtime.async_tasks import BusyClock, run_all
 from penstock.workers.runtime.serving import ErrorShare
@@ -35,37 +35,6 @@ TOKENS = "response_ids"
 WRITE_AFTER_S = 0.25
 """Longest time, in seconds, that results wait for others of their lease, so that a hanging reward delays no other
 sample."""
-
-
-class Pool(Protocol):
-    """The interface of what scores: processes with a function (`pool.py`), or an engine (`workers/judge_pool.py`)."""
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def score(self, responses: Sequence[Any], tasks: Sequence[str]) -> list[RewardResult]:
-        """Score responses, each a `Response` or an environment's answer: a result for each, in order. `tasks` are JSON
-        strings."""
-
-    def stream(self, responses: Sequence[Any], tasks: Sequence[str]) -> AsyncIterator[tuple[int, RewardResult]]:
-        """Yield `(index, result)` for each response, as they come."""
-
-    @property
-    def num_lanes(self) -> int:
-        """Number of leases that the pool has work for at a time."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent scoring, added up."""
-
-    @property
-    def replaced(self) -> int:
-        """Number of processes that were lost, and replaced."""
-
-    @property
-    def logged(self) -> Mapping[str, tuple[float, int]]:
-        """Sum and number of the values of each metric that the function has logged."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +63,7 @@ class RewardWorker:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ScoringPool,
         config: RewardConfig,
         stage: RewardStage = REWARD,
         *,

@@ -1,11 +1,11 @@
 """Tasks of asyncio: a worker's concurrent ones, and those that run code of users, which end nothing but themselves.
 
 In asyncio a `SystemExit` that leaves a task ends the whole loop, and a `CancelledError` that no caller has asked for
-looks like a cancellation from outside. Here both become `CodeEnded`, an error like any other. What a user's code starts
-in tasks of its own is contained as well, on loops whose task factory is `containing`. Callbacks that it gives the loop
-(`call_soon`, `add_done_callback`) are not: a `SystemExit` in one of them ends the loop.
+looks like a cancellation from outside. Here both become `UserCodeExit`, an error like any other. What a user's code
+starts in tasks of its own is contained as well, on loops whose task factory is `contained_task_factory`. Callbacks that
+it gives the loop (`call_soon`, `add_done_callback`) are not: a `SystemExit` in one of them ends the loop.
 
-The time limit of a user's code stands still while the code waits for what it shares with others (`waiting`).
+The time limit of a user's code stands still while the code waits for what it shares with others (`time_limit_paused`).
 """
 
 import asyncio
@@ -67,22 +67,23 @@ T = TypeVar("T")
 
 _IS_USERS = ContextVar("is_users", default=False)
 """True in a task that runs a user's code."""
-_OWN_TIMES: ContextVar[tuple["OwnTime", ...]] = ContextVar("own_times", default=())
+_BUDGETS: ContextVar[tuple["TimeBudget", ...]] = ContextVar("budgets", default=())
 """Times that a task runs in: of an attempt, say, and of a tool that it calls."""
 
 
-class CodeEnded(Exception):
+class UserCodeExit(Exception):
     """The error for a user's code that raised what would have ended more than itself. The message says what."""
 
 
-class TookTooLong(Exception):
+class UserCodeTimeout(Exception):
     """The error for a user's code that did not end in time."""
 
 
-class OwnTime:
-    """The time limit of a user's code, in seconds; the time in which it waits for its turn (`waiting`) does not count.
+class TimeBudget:
+    """The time limit of a user's code, in seconds. The time in which it waits for its turn does not count
+    (`time_limit_paused`).
 
-    Lifecycle: a task that is `started` in it, then `suffices`, once.
+    Lifecycle: a task by `start_contained`, then `ends_in_time`, once.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -91,7 +92,7 @@ class OwnTime:
         self._over: asyncio.Future[None] = self.loop.create_future()
         self._go_on()
 
-    async def suffices(self, task: "asyncio.Task[Any]") -> bool:
+    async def ends_in_time(self, task: "asyncio.Task[Any]") -> bool:
         """Return whether the task ends in its time: known as soon as it has ended, or its time is over. It is not
         cancelled then."""
         ends: list[asyncio.Future[Any]] = [task, self._over]
@@ -123,72 +124,71 @@ class OwnTime:
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
-    """Stop the time of the code that waits in the block for something that others have: of a tool as of the attempt
-    that calls it. Only on the loop that they run on: a tool in a thread has its whole time there."""
+def time_limit_paused() -> Iterator[None]:
+    """Stop the time limit of the code that waits in the block for what others use: of a tool as of the attempt that
+    calls it. Only on the loop that they run on: a tool in a thread has its whole time there."""
     loop = asyncio.get_running_loop()
-    held = [own_time for own_time in _OWN_TIMES.get() if own_time.loop is loop]
-    for own_time in held:
-        own_time.hold()
+    held = [budget for budget in _BUDGETS.get() if budget.loop is loop]
+    for budget in held:
+        budget.hold()
     try:
         yield
     finally:
-        for own_time in held:
-            own_time.release()
+        for budget in held:
+            budget.release()
 
 
-async def contained(call: Awaitable[T], timeout_s: float | None = None) -> T:
+async def run_contained(call: Awaitable[T], timeout_s: float | None = None) -> T:
     """Run a user's awaitable in a task of its own; return or raise what it does. An awaitable that ignores that its
-    time is over, or that its caller is cancelled, is left running. `timeout_s`: its time. Raises `TookTooLong`,
-    `CodeEnded`."""
-    own_time = OwnTime(timeout_s) if timeout_s is not None else None
-    task = started(call, own_time)
+    time is over, or that its caller is cancelled, is left running. `timeout_s`: its time. Raises `UserCodeTimeout`,
+    `UserCodeExit`."""
+    budget = TimeBudget(timeout_s) if timeout_s is not None else None
+    task = start_contained(call, budget)
     try:
-        in_time = await own_time.suffices(task) if own_time is not None else bool(await asyncio.wait([task]))
+        in_time = await budget.ends_in_time(task) if budget is not None else bool(await asyncio.wait([task]))
     finally:
         if not task.done():
             task.cancel()
-            task.add_done_callback(retrieve_failure)
+            task.add_done_callback(silence_failure)
     if not in_time:
-        raise TookTooLong(f"it took longer than {timeout_s:g} s")
-    return result_of(task)
+        raise UserCodeTimeout(f"it took longer than {timeout_s:g} s")
+    return contained_result(task)
 
 
-async def called(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """Call a user's function. This is a coroutine, so that a plain function that raises where it is called is contained
-    as well."""
+async def call_user_code(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Call a user's function. This is a coroutine, so that a plain function that raises is contained as well."""
     return await function(*arguments)
 
 
-def started(call: Awaitable[T], own_time: OwnTime | None = None) -> asyncio.Task[T]:
+def start_contained(call: Awaitable[T], budget: TimeBudget | None = None) -> asyncio.Task[T]:
     """Start a task in which a user's code runs."""
-    return asyncio.create_task(_Contained(_users(call, own_time)))
+    return asyncio.create_task(_Contained(_users(call, budget)))
 
 
-def result_of(task: asyncio.Task[T]) -> T:
-    """The result of such a task that is done, and that was not cancelled from outside. Raises `CodeEnded` too."""
+def contained_result(task: asyncio.Task[T]) -> T:
+    """The result of such a task that is done, and that was not cancelled from outside. Raises `UserCodeExit` too."""
     if task.cancelled():
-        raise CodeEnded("CancelledError: it was cancelled by its own doing.")
+        raise UserCodeExit("CancelledError: it was cancelled by its own doing.")
     return task.result()
 
 
-def retrieve_failure(task: "asyncio.Future[Any]") -> None:
+def silence_failure(task: "asyncio.Future[Any]") -> None:
     """Retrieve the task's failure, so that asyncio does not report it."""
     if task.done() and not task.cancelled():
         task.exception()
 
 
-def containing(loop: asyncio.AbstractEventLoop, call: Any, **keywords: Any) -> asyncio.Task[Any]:
-    """A task factory: `loop.set_task_factory(containing)`."""
+def contained_task_factory(loop: asyncio.AbstractEventLoop, call: Any, **keywords: Any) -> asyncio.Task[Any]:
+    """A task factory: `loop.set_task_factory(contained_task_factory)`."""
     context = keywords.get("context")
     is_users = _IS_USERS.get() if context is None else context.get(_IS_USERS, False)
     return asyncio.Task(_Contained(call) if is_users else call, loop=loop, **keywords)
 
 
-async def _users(call: Awaitable[T], own_time: OwnTime | None) -> T:
+async def _users(call: Awaitable[T], budget: TimeBudget | None) -> T:
     _IS_USERS.set(True)
-    if own_time is not None:
-        _OWN_TIMES.set((*_OWN_TIMES.get(), own_time))
+    if budget is not None:
+        _BUDGETS.set((*_BUDGETS.get(), budget))
     return await call
 
 
@@ -217,4 +217,4 @@ class _Contained(Coroutine[Any, Any, T]):
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:
-            raise CodeEnded(f"{type(error).__name__}: {error}") from error
+            raise UserCodeExit(f"{type(error).__name__}: {error}") from error

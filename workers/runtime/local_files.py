@@ -57,7 +57,7 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def filling(target: Path) -> Iterator[Path]:
+def staged_directory(target: Path) -> Iterator[Path]:
     """Yield a new directory to write to within the block. At its end what is there comes into `target`, beside what
     that has already, and survives a power cut; nothing comes if the block fails."""
     is_there = target.is_dir()
@@ -89,7 +89,7 @@ def write_whole(target: Path, text: str, *, synced: bool = False) -> None:
 
 
 class FreeSpace:
-    """The free space before a write. Lifecycle: `measure` before writing, `too_little` if that has failed."""
+    """The free space before a write. Lifecycle: `measure` before writing, `shortage_text` if that has failed."""
 
     def __init__(self, needed_bytes: int) -> None:
         self._needed_bytes = needed_bytes
@@ -102,7 +102,7 @@ class FreeSpace:
             existing = next(place for place in (path, *path.absolute().parents) if place.is_dir())
             self._free_bytes = shutil.disk_usage(existing).free
 
-    def too_little(self, advice: str) -> str:
+    def shortage_text(self, advice: str) -> str:
         """Text to add to the error where little space may be the cause: others want some of it as well."""
         if self._free_bytes is None or self._free_bytes > 2 * self._needed_bytes:
             return ""
@@ -195,7 +195,7 @@ class DirectWriter:
         data = self._block[: self._filled].data
         self._digest.update(data)
         while data:
-            data = data[_directly_if_possible(self._descriptor, partial(os.write, self._descriptor, data)) :]
+            data = data[_transfer_direct(self._descriptor, partial(os.write, self._descriptor, data)) :]
         self._filled = 0
 
 
@@ -240,7 +240,7 @@ class DirectReader:
         filled, wanted = 0, min(BLOCK_BYTES, self._size - self._start)
         while filled < wanted:
             read = partial(os.preadv, self._descriptor, [self._block[filled:].data], self._start + filled)
-            count = _directly_if_possible(self._descriptor, read)
+            count = _transfer_direct(self._descriptor, read)
             if not count:  # it was cut off meanwhile
                 break
             filled += count
@@ -258,7 +258,7 @@ def _aligned_block() -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
 
 
-def _directly_if_possible(descriptor: int, transfer: Callable[[], int]) -> int:
+def _transfer_direct(descriptor: int, transfer: Callable[[], int]) -> int:
     """Transfer directly. After `EINVAL`, where the file system cannot transfer these bytes directly, the page cache is
     used from here on."""
     try:

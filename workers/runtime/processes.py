@@ -62,7 +62,7 @@ class ProcessId:
         return cls(pid, identity(pid))
 
     @classmethod
-    def told(cls, said: Any) -> "ProcessId | None":
+    def from_answer(cls, said: Any) -> "ProcessId | None":
         """Convert what an actor's `process` has answered; the store, which does not know this class, answers with a
         tuple. None: there is no answer."""
         return said if isinstance(said, cls) else cls(*said) if isinstance(said, tuple) else None

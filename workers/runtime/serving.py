@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.errors import PenstockError, RewardFailure
-from penstock.network.host import ask_directly
+from penstock.network.host import bypass_proxy
 from penstock.store.client.store_client import StoreClient
 from penstock.workers.runtime.processes import ProcessId, register
 
@@ -144,8 +144,11 @@ class ServingActor:
     Lifecycle: `start`, then `run` until the store closes; `run` with another store ends the previous one; `close`.
     """
 
+    _worker: Any = None
+    """Worker whose `run` serves a store, and whose `stats` are the actor's."""
+
     def __init__(self, name: str) -> None:
-        ask_directly()
+        bypass_proxy()
         self._name, self._phases = name, Phases()
         self._serving = Serving(self._serve)
 
@@ -162,7 +165,12 @@ class ServingActor:
 
     async def _serve(self, store: StoreClient) -> None:
         """Serve the store with this client until it closes."""
-        raise NotImplementedError
+        await self._worker.run(store)
+
+    async def stats(self) -> dict[str, float]:
+        """Counts since the start."""
+        counts: dict[str, float] = self._worker.stats() if self._worker is not None else {}
+        return counts
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more work and finish what is here; what is not done after `timeout_s` goes back. Then `run` has

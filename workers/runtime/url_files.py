@@ -53,7 +53,7 @@ def upload(file: Path, url: str) -> None:
     """Upload one file to `url/<name>`, which is seen whole or not at all. Raises `CheckpointError`."""
     with _opened(url, "written", f"/{file.name}") as (system, root):
         system.makedirs(root, exist_ok=True)
-        with _whole(system, f"{root}/{file.name}") as place:
+        with _staged_path(system, f"{root}/{file.name}") as place:
             system.put_file(str(file), place)
 
 
@@ -64,7 +64,7 @@ def upload_directory(directory: Path, url: str) -> None:
         upload(file, url if parent == "." else f"{url}/{parent}")
 
 
-class FarFile:
+class RemoteFile:
     """A file at a URL, with the methods of `DirectReader` for a local one."""
 
     def __init__(self, file: Any) -> None:
@@ -86,7 +86,7 @@ class FarFile:
 
 
 @contextlib.contextmanager
-def open_file(place: str) -> Iterator[DirectReader | FarFile]:
+def open_file(place: str) -> Iterator[DirectReader | RemoteFile]:
     """Open a large file, to be read once. Raises `OSError`."""
     if not is_url(place):
         with contextlib.closing(DirectReader(place)) as here:
@@ -94,7 +94,7 @@ def open_file(place: str) -> Iterator[DirectReader | FarFile]:
         return
     system, path = _open(place)
     with system.open(path, "rb", block_size=AHEAD_BYTES) as file:
-        yield FarFile(file)
+        yield RemoteFile(file)
 
 
 def read_text(place: str) -> str:
@@ -103,7 +103,7 @@ def read_text(place: str) -> str:
     return bytes(system.cat_file(path)).decode()
 
 
-def read_if_there(place: str) -> bytes | None:
+def read_optional(place: str) -> bytes | None:
     """Read a whole file; None if it is not there. Raises `CheckpointError` if that cannot be found out."""
     with _opened(place, "read") as (system, path):
         try:
@@ -122,7 +122,7 @@ def write_bytes(place: str, data: bytes) -> None:
     with _opened(place, "written") as (system, path):
         if is_url(place):
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
-        with _whole(system, path) as target:
+        with _staged_path(system, path) as target:
             system.pipe_file(target, data)
 
 
@@ -132,7 +132,7 @@ def find(url: str) -> list[str]:
         return sorted(name[len(root) :].lstrip("/") for name in system.find(root))
 
 
-def seen_below(url: str) -> dict[str, tuple[int, str]]:
+def file_versions(url: str) -> dict[str, tuple[int, str]]:
     """All files below by name, except links: size, and what the file system says of the version or the time. A file for
     which both are unchanged has not changed. Raises `CheckpointError`."""
     with _opened(url, "read") as (system, root):
@@ -183,7 +183,7 @@ def exists(place: str) -> bool:
         return True
 
 
-def fault_of(directory: str, file: SavedFile, check_wanted: Callable[[], None] = lambda: None) -> str | None:
+def file_fault(directory: str, file: SavedFile, check_wanted: Callable[[], None] = lambda: None) -> str | None:
     """The fault of a file that ought to lie in a directory or URL, read to its end, as half a sentence; None: nothing.
     `check_wanted`: called now and then; what it raises ends the reading. Raises `CheckpointError` if that cannot be
     told."""
@@ -192,7 +192,7 @@ def fault_of(directory: str, file: SavedFile, check_wanted: Callable[[], None] =
         below(Path(), file.name)
     except OutsideName:
         return "is no name of a file of its directory"
-    if fault := fault_of_size(place, file.num_bytes):
+    if fault := size_fault(place, file.num_bytes):
         return fault
     try:
         found = _checksum(place, check_wanted)
@@ -212,7 +212,7 @@ def _checksum(place: str, check_wanted: Callable[[], None]) -> str:
     return digest.hexdigest()
 
 
-def fault_of_size(place: str, num_bytes: int) -> str | None:
+def size_fault(place: str, num_bytes: int) -> str | None:
     """The fault of a file that ought to have so many bytes, as half a sentence; None: nothing. Raises `CheckpointError`
     if that cannot be found out."""
     with _opened(place, "read") as (system, path):
@@ -282,7 +282,7 @@ def _opened(place: str, what: str, name: str = "") -> Iterator[tuple[Any, str]]:
 
 
 @contextlib.contextmanager
-def _whole(system: Any, path: str) -> Iterator[str]:
+def _staged_path(system: Any, path: str) -> Iterator[str]:
     """The place to write to within the block so that `path` is seen whole: object stores ensure it themselves."""
     if type(system) is not LocalFileSystem:
         yield path

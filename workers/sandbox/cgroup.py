@@ -7,7 +7,7 @@ the memory of the group above is divided already, and else by systemd, which mak
 manager, other users their own. `busctl` sends the request of `systemd-run --scope`, for a process that exists already.
 The scope is gone when its last process is.
 
-Where none of this works (a container whose /sys/fs/cgroup is read-only), a `Watch` replaces it. The filter of such
+Where none of this works (a container whose /sys/fs/cgroup is read-only), a `UsageWatch` replaces it. The filter of such
 fences (`fence.py`) refuses what could hide from it: memory that is shared and has no file.
 """
 
@@ -323,7 +323,7 @@ Times = tuple[float, float]
 """Seconds of a process itself, and of children that it has waited for, with those that these have waited for."""
 
 
-class Watch:
+class UsageWatch:
     """The usage of one execution, looked at from outside now and then."""
 
     def __init__(self, keeper: int) -> None:

@@ -46,7 +46,7 @@ NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
 
 
 @dataclass(frozen=True)
-class Machine:
+class FencePrograms:
     """The paths of programs on this machine."""
 
     bwrap: Path
@@ -57,7 +57,7 @@ class Machine:
     """Path of setpriv; None: this process is not root, and has no privileges to drop."""
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls) -> "FencePrograms":
         """Find the programs. Raises `SandboxUnavailable` if one is missing."""
         prefix = Path(os.path.realpath(sys.base_prefix))
         return cls(
@@ -107,7 +107,7 @@ def find_setpriv() -> Path:
     return Path(found)
 
 
-def command(machine: Machine, inner: list[str], seccomp: int) -> list[str]:
+def command(machine: FencePrograms, inner: list[str], seccomp: int) -> list[str]:
     """The command that builds the fence and runs `inner` (arguments of Python) behind it. `seccomp`: an inherited file
     descriptor with the filter's program."""
     words = [str(machine.bwrap), *fence(machine), "--seccomp", str(seccomp), "--", str(machine.python), *inner]
@@ -117,7 +117,7 @@ def command(machine: Machine, inner: list[str], seccomp: int) -> list[str]:
     return [str(machine.bwrap), *readable_tree(machine), "--", *identity, *words]
 
 
-def readable_tree(machine: Machine) -> list[str]:
+def readable_tree(machine: FencePrograms) -> list[str]:
     """Arguments of the first bwrap: a tree with what the second needs, where every user may read it. Its PID namespace
     ends with the first bwrap, and all in it: a mere death signal of root's process may not be sent to processes of
     another user."""
@@ -130,7 +130,7 @@ def readable_tree(machine: Machine) -> list[str]:
     return [*words, "--proc", "/proc", "--dev-bind", "/dev", "/dev"]
 
 
-def fence(machine: Machine) -> list[str]:
+def fence(machine: FencePrograms) -> list[str]:
     words = ["--die-with-parent", "--as-pid-1", "--new-session", "--clearenv", "--hostname", "sandbox"]
     words += [f"--unshare-{name}" for name in NAMESPACES]
     words += ["--uid", str(UID), "--gid", str(UID), "--cap-add", "CAP_SYS_ADMIN"]
@@ -140,7 +140,7 @@ def fence(machine: Machine) -> list[str]:
     return [*words, "--chdir", "/", "--remount-ro", "/"]
 
 
-def system_tree(machine: Machine) -> list[str]:
+def system_tree(machine: FencePrograms) -> list[str]:
     words: list[str] = []
     for path in trees(machine):
         if path.is_symlink():
@@ -150,7 +150,7 @@ def system_tree(machine: Machine) -> list[str]:
     return words
 
 
-def trees(machine: Machine) -> list[Path]:
+def trees(machine: FencePrograms) -> list[Path]:
     """Paths of this machine that are shown, the interpreter in any case."""
     found = [*map(Path, SYSTEM), *(machine.prefix / part for part in PARTS)]
     if not any(machine.python.is_relative_to(path) for path in found):
@@ -222,7 +222,7 @@ BY_ARGUMENT: dict[str, tuple[int, tuple[int, ...]]] = {
     # about networks, and have the kernel load modules.
     "ioctl=16/29": (1, (0x5401, 0x540F, 0x5413, 0x802C542A, 0x5411, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)),
     # SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER, SO_RCVTIMEO, SO_SNDTIMEO. No filters (SO_ATTACH_FILTER, SO_ATTACH_BPF),
-    # which are programs in the kernel; no other buffer (SO_SNDBUF), by whose size `usage.py` counts.
+    # which are programs in the kernel; no other buffer (SO_SNDBUF), by whose size `cgroup.py` counts.
     "setsockopt=54/208": (2, (2, 9, 13, 20, 21)),
     # Death signals, names, timer slack, reaping, PR_SET_VMA, and questions. Not PR_SET_DUMPABLE, which hides a process
     # from who measures it; nor PR_SET_SECCOMP, whose programs the kernel frees late; nor PR_SCHED_CORE.

@@ -1,6 +1,6 @@
-"""Tries the fence from inside: `check.py` sends the text of this file in, and reads what `probe` returns.
+"""Tries the fence from inside: `sandbox.py` sends the text of this file in, and reads what `probe` returns.
 
-It imports what every interpreter has, and reports facts; `check.py` judges them outside.
+It imports what every interpreter has, and reports facts; `sandbox.py` judges them outside.
 """
 
 import ctypes

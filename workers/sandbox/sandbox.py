@@ -1,6 +1,6 @@
 """Runs code that a model wrote, and returns how it ended and what data it returned. The entry to this folder.
 
-    caller ─▶ Sandbox ─▶ Worker (a fence that stands ready) ═▶ keeper ─▶ one process an execution
+    caller ─▶ Sandbox ─▶ FenceWorker (a fence that stands ready) ═▶ keeper ─▶ one process an execution
                             outside ◀═══════════════════════▶ inside
 
 Code may do anything to itself: what it returned is compared outside of the fence, as data (`execution.py`).
@@ -23,7 +23,7 @@ from typing import Any
 
 from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import NotStarted, SandboxUnavailable
-from penstock.workers.runtime.async_tasks import waiting
+from penstock.workers.runtime.async_tasks import time_limit_paused
 from penstock.workers.sandbox import probe
 from penstock.workers.sandbox.cgroup import descendants, memory_of
 from penstock.workers.sandbox.execution import (
@@ -37,8 +37,8 @@ from penstock.workers.sandbox.execution import (
     reason_of,
     results_of,
 )
-from penstock.workers.sandbox.fence import DEVICES, Machine
-from penstock.workers.sandbox.sandbox_worker import Worker
+from penstock.workers.sandbox.fence import DEVICES, FencePrograms
+from penstock.workers.sandbox.sandbox_worker import FenceWorker
 
 _LOG = logging.getLogger("penstock")
 
@@ -63,7 +63,7 @@ class Sandbox:
         *,
         num_workers: int = SandboxConfig.num_workers,
         reuse: bool = True,
-        machine: Machine | None = None,
+        machine: FencePrograms | None = None,
     ) -> None:
         """`reuse=False`: a new fence and a new interpreter for each execution. `machine`: for tests."""
         self.limits = limits or Limits()
@@ -75,9 +75,9 @@ class Sandbox:
         """A text that says which limits hold here, once a first fence stands: those of the weakest so far."""
         self._is_closed = False
         self._starting = asyncio.Lock()
-        self.places: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
+        self.places: asyncio.LifoQueue[FenceWorker | None] = asyncio.LifoQueue()
         """Idle workers; None: one that is to be started."""
-        self.alive: set[Worker] = set()
+        self.alive: set[FenceWorker] = set()
         """Workers whose fence stands, idle ones too."""
         for _ in range(num_workers):
             self.places.put_nowait(None)
@@ -139,20 +139,20 @@ class Sandbox:
             return await worker.execute(request, stdin, left_s)
 
     @asynccontextmanager
-    async def _worker(self, new: bool = False) -> AsyncIterator[Worker]:
+    async def _worker(self, new: bool = False) -> AsyncIterator[FenceWorker]:
         """Take an idle worker, for one execution. `new`: one that has run nothing."""
         if self._is_closed:
             raise NotStarted("Sandbox: it is closed. Make another.")
-        with waiting():
+        with time_limit_paused():
             worker = await self.places.get()
-        kept: Worker | None = None
+        kept: FenceWorker | None = None
         try:
             if worker is not None and new and worker.num_executions:
                 worker.close()
                 self.alive.discard(worker)
                 worker = None
             if worker is None:
-                with waiting():
+                with time_limit_paused():
                     worker = await self._started()
             yield worker
             kept = worker if self.reuse and worker.is_open else None
@@ -162,9 +162,9 @@ class Sandbox:
                 self.alive.discard(worker)
             self.places.put_nowait(kept)
 
-    async def _started(self) -> Worker:
-        machine = self._machine = self._machine or Machine.here()
-        worker = await Worker.start(machine, self.limits, rehearse=self.reuse)
+    async def _started(self) -> FenceWorker:
+        machine = self._machine = self._machine or FencePrograms.here()
+        worker = await FenceWorker.start(machine, self.limits, rehearse=self.reuse)
         self.alive.add(worker)
         try:
             async with self._starting:
@@ -239,7 +239,7 @@ SEEN_S = 10.0
 """Seconds for the watch to see the process; it does at the first look on a machine that is not busy."""
 
 
-async def check(worker: Worker, machine: Machine) -> None:
+async def check(worker: FenceWorker, machine: FencePrograms) -> None:
     """Check a fence. Raises `SandboxUnavailable` with every hole that is found."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory, socket.socket(socket.AF_UNIX) as listener:
         name = f"penstock-{os.getpid()}-{os.urandom(8).hex()}"
@@ -273,7 +273,7 @@ async def check(worker: Worker, machine: Machine) -> None:
         )
 
 
-async def is_seen(worker: Worker) -> bool:
+async def is_seen(worker: FenceWorker) -> bool:
     """Return whether the watch, which replaces a cgroup, sees a process that waits inside. That is ended then."""
     waiting = asyncio.ensure_future(worker.execute({"source": WAITING}, b"", SEEN_S))
     while not waiting.done():
@@ -287,7 +287,7 @@ async def is_seen(worker: Worker) -> bool:
     return False
 
 
-def hidden_paths(machine: Machine) -> list[str]:
+def hidden_paths(machine: FencePrograms) -> list[str]:
     """Paths of the host that must not be seen inside, unless the interpreter's tree lies below them: such a directory
     is there, with nothing else."""
     of_the_user = [os.path.expanduser(f"~/{name}") for name in (".ssh", ".cache", ".bashrc")]

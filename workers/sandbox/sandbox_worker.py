@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import SandboxUnavailable
-from penstock.workers.sandbox.cgroup import Cgroup, Watch
+from penstock.workers.sandbox.cgroup import Cgroup, UsageWatch
 from penstock.workers.sandbox.execution import CPU_SLACK_S, Ending, Limits
-from penstock.workers.sandbox.fence import DEVICES, Machine, command, seccomp_program
+from penstock.workers.sandbox.fence import DEVICES, FencePrograms, command, seccomp_program
 
 START_S = 30.0
 """Seconds for a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
@@ -40,10 +40,10 @@ LOST: dict[str, Any] = {"status": signal.SIGKILL, "cpu_s": 0.0, "seconds": 0.0, 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
-class Worker:
+class FenceWorker:
     """A fence that stands ready.
 
-        worker = await Worker.start(machine, limits)
+        worker = await FenceWorker.start(machine, limits)
         ending = await worker.execute({"source": "print(1)"}, b"")
         worker.close()
 
@@ -67,7 +67,7 @@ class Worker:
         self.is_open = True
 
     @classmethod
-    async def start(cls, machine: Machine, limits: Limits, rehearse: bool = True) -> "Worker":
+    async def start(cls, machine: FencePrograms, limits: Limits, rehearse: bool = True) -> "FenceWorker":
         """Start a fence. Raises `SandboxUnavailable` if it does not stand. `rehearse`: run once what executions run,
         which is worth its time from about the third execution."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,7 +112,7 @@ class Worker:
         """Run what `inside.run_child` understands, for `wall_s` at most (default: the limits')."""
         wall_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
         self.num_executions += 1
-        meter = Meter(self.keeper, self.cgroup)
+        meter = UsageMeter(self.keeper, self.cgroup)
         started = time.perf_counter()
         with ExitStack() as files:
             outputs = [_file(files) for _ in range(3)]
@@ -188,7 +188,7 @@ class Worker:
             )
         return ""
 
-    async def ended(self, deadline_s: float, meter: "Meter") -> tuple[dict[str, Any], bool]:
+    async def ended(self, deadline_s: float, meter: "UsageMeter") -> tuple[dict[str, Any], bool]:
         """Return the keeper's report, and whether memory ran out meanwhile. Raises `TimeoutError` or
         `ConnectionError`."""
         deadline = time.monotonic() + deadline_s
@@ -224,12 +224,12 @@ class Worker:
         return facts
 
 
-class Meter:
+class UsageMeter:
     """The usage of one execution so far: counted by its cgroup, or else seen by a watch."""
 
     def __init__(self, keeper: int, cgroup: Cgroup | None) -> None:
         self._cgroup = cgroup
-        self._watch = Watch(keeper)
+        self._watch = UsageWatch(keeper)
         self._killed = cgroup.num_killed() if cgroup else 0
         self._before_s = cgroup.cpu_s() if cgroup else None
 

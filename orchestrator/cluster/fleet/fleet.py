@@ -51,8 +51,8 @@ from penstock.orchestrator.cluster.ray_calls import (
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.store_actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
-from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.node.node_agent import STACKS, STATES, WEIGHTS
+from penstock.workers.node.node_transfers import FileSet
 
 DEAD_S = 1.0
 """Seconds for a store that seems lost to answer all the same, before it is killed."""
@@ -60,7 +60,7 @@ DEAD_S = 1.0
 
 @dataclass(frozen=True)
 class StoreState:
-    """The facts that another process needs to go on with a store."""
+    """The facts that another process needs to take a store over."""
 
     name: str
     """The store's name in Ray."""
@@ -92,7 +92,7 @@ class StoreProcess:
         self._scratch = ""
 
     def start(self, snapshot: str | None) -> None:
-        """Start the store. `snapshot`: what it goes on from; None: nothing."""
+        """Start the store. `snapshot`: what it starts from; None: nothing."""
         self._num_made += 1
         timeout_s = self._config.rollout.start_timeout_s
         self.handle = create_store_actor(
@@ -150,7 +150,7 @@ class StoreProcess:
 
 @dataclass(frozen=True)
 class FleetState:
-    """The fleet at one moment: what a process needs to go on with a fleet that another one has started, as plain data
+    """The fleet at one moment: what a process needs to take over a fleet that another one has started, as plain data
     without handles. Members that start or join at that moment are not in it."""
 
     members: list[Member]
@@ -191,7 +191,7 @@ class RollCall:
     that is slow, cut off or dead makes no member seem so. The reason for the detour: a call of an actor costs its
     caller 0.3 ms of CPU, and a thousand engines are on a hundred nodes.
 
-    Lifecycle: `ask` whenever something is to be known of many. Agents are told their members whenever these change.
+    Lifecycle: `ask` whenever something is to be known of many. Agents get their list of members whenever it changes.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class RollCall:
 
 
 LEAST_GRACE_S = 5.0
-"""Seconds to end that the store and the agents have though others hang, unless cluster.shutdown_timeout_s is less:
+"""Seconds that the store and the agents have to end even if actors hang, unless cluster.shutdown_timeout_s is less:
 large files take some to be removed."""
 
 
@@ -355,7 +355,7 @@ class Fleet(MemberTable):
         return self._maker
 
     def state(self, owner: RunOwner) -> FleetState:
-        """The fleet's present state, for a process that goes on with it."""
+        """The fleet's present state, for a process that takes it over."""
         names = {name: owner.name_of(handle) for name, handle in self.actors.items()}
         store = self.store_process.state if self.store_process is not None else None
         return FleetState(
@@ -431,7 +431,7 @@ class Fleet(MemberTable):
         return members
 
     async def resume(self, trainers: Handles) -> None:
-        """Have new ranks of the trainer go on from what the run itself went on from, if from anything."""
+        """Have new ranks of the trainer start from the checkpoint that the run itself resumed from, if any."""
         if self.resumed is not None:
             phase = f"resume {self.resumed.directory}"
             await answers(self._resumes(trainers), phase=phase, timeout_s=self.config.checkpoint.timeout_s)
@@ -528,8 +528,8 @@ class Fleet(MemberTable):
         return super().role(role, stage)
 
     def close(self) -> None:
-        """End every actor: ask first, kill what does not answer in time. The time is that of all together: who hangs
-        takes it from the others, which need moments. Never raises for an actor that is dead already."""
+        """End every actor: ask first, kill what does not answer in time. All share the time: an actor that hangs
+        takes it from the rest, which need moments. Never raises for an actor that is dead already."""
         grace_s = self.config.cluster.shutdown_timeout_s
         deadline, least_s = time.monotonic() + grace_s, min(LEAST_GRACE_S, grace_s)
         self.owner.close_all(self.all_handles(), grace_s)
@@ -558,7 +558,7 @@ class Fleet(MemberTable):
         return [(name, handle.start.remote(*self._told(name, address))) for name, handle in members]
 
     def _told(self, name: str, address: str | None) -> tuple[Any, ...]:
-        """What a member is told when it starts: where its gang meets, or the GPUs of ranks that an engine has."""
+        """Arguments of a member's `start`: where its gang meets, or the GPUs of ranks that an engine has."""
         role = self.plan_of(name).role
         if role in GANGS:
             return (address,)

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.orchestrator.observability.marks import Mark
 from penstock.orchestrator.observability.runs.columns import Columns, Values
-from penstock.workers.machine.local_files import replacing
+from penstock.workers.runtime.local_files import replacing
 
 THEMES = (
     "learning", "lengths", "staleness", "mismatch", "time", "store", "weights", "environment", "faults", "others",

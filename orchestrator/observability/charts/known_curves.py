@@ -19,7 +19,7 @@ from penstock.orchestrator.observability.charts.chart import Chart
 from penstock.orchestrator.observability.differences import differences_of, flat
 from penstock.orchestrator.run_directory.json_lines import json_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.workers.machine.cpu import cpu_entry
+from penstock.workers.runtime.processes import cpu_entry
 from penstock.workers.user_code import packaged_recipes
 
 FILE = "curves.json"

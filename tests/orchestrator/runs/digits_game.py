@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.environment import Task
 
 
 def share_of_digits(text: str) -> float:

@@ -15,11 +15,11 @@ from penstock.algorithms.advantages import group_advantage
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.run import RunConfig
-from penstock.workers.gateway.turn_sampler import turn_seed
-from penstock.workers.pictures.placeholders import PromptPictures
+from penstock.workers.agents.gateway.turn_sampler import turn_seed
+from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.prompts.opening import open_source
-from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.reward.functions import digits
 from penstock.workers.rollout.engine_hf import HfEngine

@@ -4,7 +4,7 @@ from typing import Any
 
 from PIL import Image
 
-from penstock.workers.environments.task import Task
+from penstock.workers.agents.environment import Task
 from tests.orchestrator.runs.digits_game import share_of_digits
 
 

@@ -9,7 +9,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import DataError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.session import session
-from penstock.workers.calls.training_calls import AdamParams
+from penstock.workers.protocols import AdamParams
 
 pytestmark = pytest.mark.real
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.workers.machine.processes import ProcessId
+from penstock.workers.runtime.processes import ProcessId
 from tests.processes import wait_until_gone
 from tests.run_files import metrics_of
 

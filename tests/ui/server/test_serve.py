@@ -12,7 +12,7 @@ from rich.console import Console
 
 from penstock.cli import main as cli
 from penstock.conf.errors import ConfigError
-from penstock.network.heads import listen
+from penstock.network.listener import listen
 from penstock.ui.app import PORTS, serve
 from tests.ui.made_runs import make_run
 

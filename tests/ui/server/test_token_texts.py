@@ -5,7 +5,7 @@ from pathlib import Path
 from penstock.conf.model import FreshModelConfig
 from penstock.ui.answers import TokenTexts
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.prompts.tokenization import load_tokenizer
+from penstock.workers.models.tokenizer import load_tokenizer
 
 SMALL = FreshModelConfig(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
 

@@ -11,7 +11,7 @@ from penstock.workers.agents.environment import Task
 from penstock.workers.agents.scoring import NUM_PROCESSES, Scoring
 from penstock.workers.agents.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED, row_columns, segments_of
 from penstock.workers.protocols import Sampling
-from penstock.workers.runtime.async_tasks import CodeEnded, containing
+from penstock.workers.runtime.async_tasks import UserCodeExit, contained_task_factory
 from tests.metering.measured import measured
 from tests.workers.agents.played import TASK, Played, ScriptedEngines, make_runner, play
 
@@ -369,7 +369,7 @@ def test_an_environment_that_would_end_more_than_itself_fails_its_attempt(
     runner = make_runner(Leaks(what, where), ScriptedEngines(say("yes")))
 
     async def scenario() -> Any:
-        asyncio.get_running_loop().set_task_factory(containing)
+        asyncio.get_running_loop().set_task_factory(contained_task_factory)
         return await runner.group(TASK, [Sampling(max_tokens=8)] * 2)
 
     for attempt in asyncio.run(scenario()):
@@ -408,7 +408,7 @@ def test_the_end_of_an_environment_is_contained_where_it_is_a_plain_function() -
         def aclose(self) -> Any:
             raise SystemExit("of its own")
 
-    with pytest.raises(CodeEnded, match="SystemExit"):
+    with pytest.raises(UserCodeExit, match="SystemExit"):
         asyncio.run(make_runner(Ends(talk), ScriptedEngines(say("yes"))).close())
 
 

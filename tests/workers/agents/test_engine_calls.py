@@ -103,7 +103,7 @@ def test_a_request_that_fails_in_an_engine_is_no_death_of_it(kind: int, said: st
         pool.update(dict(zip("ab", engines, strict=True)))
         with pytest.raises(DataError, match=said):
             await pool.sample([kind], Sampling(), Conversation())
-        assert (pool.num_again, pool.able()) == (0, ["a", "b"])
+        assert (pool.num_again, pool.available()) == (0, ["a", "b"])
         assert (await pool.sample([0], Sampling(), Conversation())).text == "seven"
 
     asyncio.run(scenario())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.models.model_files import copy_texts, model_files, text_files, weight_files
-from penstock.workers.runtime.local_files import filling
+from penstock.workers.runtime.local_files import staged_directory
 
 MODEL = {
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -73,7 +73,7 @@ def test_a_directory_is_filled_whole_or_not_at_all(tmp_path: Path, is_there: boo
         (target / "config.json").write_text("old")
 
     def fill(fails: bool) -> None:
-        with filling(target) as part:
+        with staged_directory(target) as part:
             (part / "adapter").mkdir()
             (part / "adapter" / "config.json").write_text("new")
             (part / "config.json").write_text("new")

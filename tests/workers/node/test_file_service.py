@@ -8,8 +8,8 @@ import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.network.connection import new_token
-from penstock.workers.node.file_service import FileSet
 from penstock.workers.node.node_agent import NodeAgent
+from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.runtime.url_files import SavedFile
 
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.node.node_actor import MOST_BYTES, Output
+from penstock.workers.node.node_actor import MOST_BYTES, NodeOutput
 from penstock.workers.runtime.processes import ProcessId
 
 TALKER = "import sys\nfor line in sys.stdin:\n  exec(line)\n  sys.stdout.flush(); print('done', file=sys.__stderr__)"
@@ -40,7 +40,7 @@ def do(process: "subprocess.Popen[str]", code: str) -> None:
 
 @pytest.mark.real
 def test_lines_are_told_once_and_only_when_they_are_whole(tmp_path: Path) -> None:
-    output = Output()
+    output = NodeOutput()
     with talker(tmp_path) as process:
         there = {"Rollout-0": ProcessId.of(process.pid)}
         do(process, "print('one'); print('tw', end='')")
@@ -52,7 +52,7 @@ def test_lines_are_told_once_and_only_when_they_are_whole(tmp_path: Path) -> Non
 
 @pytest.mark.real
 def test_the_last_words_of_a_process_that_died_are_told(tmp_path: Path) -> None:
-    output = Output()
+    output = NodeOutput()
     with talker(tmp_path) as process:
         there = {"Rollout-0": ProcessId.of(process.pid)}
         output.take(there)
@@ -63,7 +63,7 @@ def test_the_last_words_of_a_process_that_died_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.real
 def test_another_in_its_place_goes_on_under_its_name(tmp_path: Path) -> None:
-    output = Output()
+    output = NodeOutput()
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with talker(tmp_path / "a") as first, talker(tmp_path / "b") as second:
@@ -76,7 +76,7 @@ def test_another_in_its_place_goes_on_under_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.real
 def test_who_is_not_known_of_for_a_while_repeats_nothing(tmp_path: Path) -> None:
-    output = Output()
+    output = NodeOutput()
     with talker(tmp_path) as process:
         there = {"Rollout-0": ProcessId.of(process.pid)}
         do(process, "print('one')")
@@ -88,7 +88,7 @@ def test_who_is_not_known_of_for_a_while_repeats_nothing(tmp_path: Path) -> None
 
 @pytest.mark.real
 def test_a_flood_loses_its_middle_and_says_so(tmp_path: Path) -> None:
-    output = Output()
+    output = NodeOutput()
     with talker(tmp_path) as process:
         there = {"Rollout-0": ProcessId.of(process.pid)}
         do(process, f"print(('x' * 99 + '\\n') * {MOST_BYTES // 50}, end=''); print('the end')")
@@ -99,4 +99,4 @@ def test_a_flood_loses_its_middle_and_says_so(tmp_path: Path) -> None:
 
 def test_a_process_of_another_machine_is_left_alone() -> None:
     stranger = ProcessId(os.getpid(), ("another", str(time.time())))
-    assert Output().take({"Rollout-0": stranger}) == {}
+    assert NodeOutput().take({"Rollout-0": stranger}) == {}

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.workers.node.node_actor import Mailbox, NodeActors
+from penstock.workers.node.node_actor import ActorDirectory, Mailbox
 from tests.fakes.actors import FakeHandle, never
 
 
@@ -51,7 +51,7 @@ def test_an_asker_that_left_gets_no_answer_and_one_that_waits_hears_of_the_end()
 
 
 def test_who_is_silent_fails_or_is_not_known_is_left_out() -> None:
-    node_actors = NodeActors()
+    node_actors = ActorDirectory()
     answers = {"A": "a", "B": ValueError("b"), "C": never, "D": "d"}
     node_actors.set({name: FakeHandle(progress=answer) for name, answer in answers.items()})
     found = asyncio.run(node_actors.ask("progress", ["A", "B", "C", "E"], 0.1))
@@ -60,7 +60,7 @@ def test_who_is_silent_fails_or_is_not_known_is_left_out() -> None:
 
 
 def test_those_that_were_met_last_are_asked() -> None:
-    node_actors = NodeActors()
+    node_actors = ActorDirectory()
     node_actors.set({"A": FakeHandle(progress="before"), "B": FakeHandle(progress="b")})
     node_actors.set({"A": FakeHandle(progress="now")})
     assert asyncio.run(node_actors.ask("progress", ["A", "B"], 5.0)) == {"A": "now"}

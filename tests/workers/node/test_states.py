@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import MemoryCheckpointError
 from penstock.network.connection import new_token
 from penstock.workers.node.node_agent import NodeAgent
-from penstock.workers.node.state_service import partners
+from penstock.workers.node.node_transfers import partners
 from penstock.workers.trainer.memory_slots import SLOTS, Block, Header, PieceInfo, Slots, reserve_slots
 
 HOST, TRAINER = "127.0.0.1", "policy"

@@ -11,7 +11,7 @@ from PIL import Image
 
 from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.pictures.families import FAMILIES
-from penstock.workers.pictures.processor import PictureProcessor, hash_of, opened, size_of
+from penstock.workers.pictures.processor import PictureProcessor, hash_of, rgb_image, size_of
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from tests.vision_models import END, IMAGE, START, VIDEO, build_vision_model, picture
 
@@ -64,7 +64,7 @@ def test_tokens_and_features_are_those_of_transformers_own_processor(kind: str, 
     whole.image_processor = AutoImageProcessor.from_pretrained(path, backend="pil")
     ours, text = processor.features([SMALL, WIDE]), f"{START}{IMAGE}{END}and{START}{IMAGE}{END}?"
     ids, ranges = processor.expand(whole.tokenizer(text)["input_ids"], [SMALL, WIDE])
-    theirs = whole(text=[text], images=[opened(SMALL), opened(WIDE)], return_tensors="np")
+    theirs = whole(text=[text], images=[rgb_image(SMALL), rgb_image(WIDE)], return_tensors="np")
     assert ids == theirs["input_ids"][0].tolist()
     assert processor.checked_features(ids, PromptPictures((SMALL, WIDE), tuple(ranges))) is not None
     assert ours.pixel_values.dtype == np.float32
@@ -185,7 +185,7 @@ def test_a_picture_is_as_large_as_it_is_once_turned_as_the_camera_was_held(proce
     exif[0x0112] = 6
     Image.open(io.BytesIO(SMALL)).save(target, "JPEG", exif=exif)
     turned = target.getvalue()
-    assert size_of(turned) == opened(turned).size == (56, 84)
+    assert size_of(turned) == rgb_image(turned).size == (56, 84)
     assert processor.features([turned]).grid_thw.tolist() == [[1, 6, 4]]
 
 

@@ -11,8 +11,8 @@ import pytest
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.dataset_row import Needs
-from penstock.workers.prompts.raw_rows import Wanted, choose_files
+from penstock.workers.prompts.dataset_row import RowNeeds
+from penstock.workers.prompts.raw_rows import DataSelection, choose_files
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 ROWS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n), "level": n} for n in range(5)]
@@ -45,7 +45,7 @@ def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"question": "q", "answer": "1"}\n\n{"question": "q"}\n')
     dataset = opened(str(tmp_path / "a.jsonl"))
     assert len(dataset) == 2
-    needs = Needs.of(DataConfig(), "prompts", answer=True)
+    needs = RowNeeds.of(DataConfig(), "prompts", answer=True)
     needs.check(dataset.row(0))
     with pytest.raises(DataError, match=r"a\.jsonl line 4: no answer, which the reward asks for: no column 'answer'"):
         needs.check(dataset.row(1))
@@ -160,9 +160,9 @@ HUB = ["main/train/0000.parquet", "main/train/0001.parquet", "main/test/0000.par
 
 
 def test_files_of_the_hub_are_chosen_by_subset_and_split():
-    assert choose_files(HUB, Wanted("openai/gsm8k", "main", "train")) == HUB[:2]
+    assert choose_files(HUB, DataSelection("openai/gsm8k", "main", "train")) == HUB[:2]
     for only in ("default/train/0000.parquet", "data/train-00000-of-00001.parquet"):
-        assert choose_files([only], Wanted("x/y", None, "train")) == [only]
+        assert choose_files([only], DataSelection("x/y", None, "train")) == [only]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_files_of_the_hub_are_chosen_by_subset_and_split():
 )
 def test_a_wrong_subset_or_split_says_which_there_are(subset, split, message):
     with pytest.raises(DataError, match=message):
-        choose_files(HUB, Wanted("openai/gsm8k", subset, split))
+        choose_files(HUB, DataSelection("openai/gsm8k", subset, split))
 
 
 def test_a_dataset_that_cannot_be_fetched_says_what_else_works(monkeypatch):

@@ -12,7 +12,7 @@ from trl.rewards import accuracy_reward, think_format_reward
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.dataset_row import Needs, NoAnswer, PromptDataset
+from penstock.workers.prompts.dataset_row import NoAnswer, PromptDataset, RowNeeds
 from penstock.workers.prompts.opening import check_prompts, encoder_of
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
@@ -90,7 +90,7 @@ def test_all_rows_that_are_read_are_counted_before_anything_starts(path: Path) -
         config = make_config(path, **data)
         encoder = encoder_of(config, Characters(), None)
         return check_prompts(
-            opened(path, **data), encoder, config, sample=1, needs=Needs.of(config.data, "prompts", needs)
+            opened(path, **data), encoder, config, sample=1, needs=RowNeeds.of(config.data, "prompts", needs)
         )
 
     assert (report(False).unanswered, report(False).left_out) == (2, 0)
@@ -111,7 +111,7 @@ def test_a_dataset_of_nothing_else_says_why(path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.no_answer=skip leaves out \d rows, and none is left of the 4"):
         PromptSource(dataset, encoder, needs_answer=True).next_groups(1)
     with pytest.raises(DataError, match=r"data\.no_answer=skip leave out all of the 4 rows: 4 have no answer"):
-        check_prompts(dataset, encoder, config, needs=Needs.of(config.data, "prompts", answer=True))
+        check_prompts(dataset, encoder, config, needs=RowNeeds.of(config.data, "prompts", answer=True))
 
 
 def test_problems_without_a_reference_have_none() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from penstock.workers.runtime.async_tasks import TookTooLong, contained, waiting
+from penstock.workers.runtime.async_tasks import UserCodeTimeout, run_contained, time_limit_paused
 
 TIME_S = 0.5
 
@@ -19,8 +19,8 @@ async def hangs() -> None:
 
 async def until_over() -> None:
     """Whatever has as much time, and has begun before this, would be over too."""
-    with pytest.raises(TookTooLong):
-        await contained(hangs(), TIME_S)
+    with pytest.raises(UserCodeTimeout):
+        await run_contained(hangs(), TIME_S)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -36,14 +36,14 @@ def test_a_wait_for_what_others_have_is_in_nobodys_own_time() -> None:
         free = asyncio.Event()
 
         async def waits() -> str:
-            with waiting():
+            with time_limit_paused():
                 await free.wait()
             return "served"
 
         async def calls() -> str:
-            return await contained(waits(), TIME_S)
+            return await run_contained(waits(), TIME_S)
 
-        both = asyncio.ensure_future(contained(calls(), TIME_S))
+        both = asyncio.ensure_future(run_contained(calls(), TIME_S))
         await until_over()
         free.set()
         assert await both == "served"
@@ -56,13 +56,13 @@ def test_waits_that_overlap_end_with_the_last() -> None:
         first, last = asyncio.Event(), asyncio.Event()
 
         async def waits(free: asyncio.Event) -> None:
-            with waiting():
+            with time_limit_paused():
                 await free.wait()
 
         async def both_wait() -> None:
             await asyncio.gather(waits(first), waits(last))
 
-        both = asyncio.ensure_future(contained(both_wait(), TIME_S))
+        both = asyncio.ensure_future(run_contained(both_wait(), TIME_S))
         await until_over()
         first.set()
         await until_over()
@@ -75,12 +75,12 @@ def test_waits_that_overlap_end_with_the_last() -> None:
 def test_after_a_wait_there_is_as_much_time_as_was_left() -> None:
     async def scenario() -> None:
         async def waits_then_hangs() -> None:
-            with waiting():
+            with time_limit_paused():
                 await asyncio.sleep(0)
             await hangs()
 
-        with pytest.raises(TookTooLong, match=r"longer than 0\.5 s"):
-            await contained(waits_then_hangs(), TIME_S)
+        with pytest.raises(UserCodeTimeout, match=r"longer than 0\.5 s"):
+            await run_contained(waits_then_hangs(), TIME_S)
 
     run(scenario)
 
@@ -88,10 +88,10 @@ def test_after_a_wait_there_is_as_much_time_as_was_left() -> None:
 def test_waits_of_others_are_in_ones_own_time() -> None:
     async def scenario() -> None:
         async def waits() -> None:
-            with waiting():
+            with time_limit_paused():
                 await hangs()
 
-        other = asyncio.ensure_future(contained(waits(), TIME_S))
+        other = asyncio.ensure_future(run_contained(waits(), TIME_S))
         await asyncio.sleep(0)
         await until_over()
         assert not other.done()
@@ -104,10 +104,10 @@ def test_a_wait_on_another_loop_touches_no_time_of_this_one() -> None:
     """The tool is a plain function, in its own thread."""
 
     async def waits() -> str:
-        with waiting():
+        with time_limit_paused():
             return "served"
 
     async def scenario() -> None:
-        assert await contained(asyncio.to_thread(lambda: asyncio.run(waits())), 60.0) == "served"
+        assert await run_contained(asyncio.to_thread(lambda: asyncio.run(waits())), 60.0) == "served"
 
     run(scenario)

@@ -13,12 +13,12 @@ from penstock.workers.runtime.url_files import (
     SavedFile,
     download,
     exists,
-    fault_of,
+    file_fault,
+    file_versions,
     find,
     list_names,
-    read_if_there,
+    read_optional,
     remove,
-    seen_below,
     upload,
     write_bytes,
 )
@@ -54,12 +54,12 @@ def test_a_file_that_is_uploaded_to_a_directory_is_seen_whole(tmp_path: Path, mo
 def test_what_is_written_is_found_and_read_and_removed(tmp_path: Path, place: str) -> None:
     url = place.format(tmp_path)
     assert find(url) == list_names(url) == []
-    assert read_if_there(f"{url}/a") is None
+    assert read_optional(f"{url}/a") is None
     for name in ("a", "b/c"):
         write_bytes(f"{url}/{name}", name.encode())
     assert find(url) == ["a", "b/c"]
     assert list_names(url) == ["a", "b"]
-    assert read_if_there(f"{url}/b/c") == b"b/c"
+    assert read_optional(f"{url}/b/c") == b"b/c"
     download(url, tmp_path / "all")
     download(url, tmp_path / "some", ["b/c"])
     assert (tmp_path / "all" / "a").read_text() == "a"
@@ -80,7 +80,7 @@ def test_what_a_file_systems_library_raises_has_a_name(monkeypatch: pytest.Monke
 
     for method in ("info", "ls", "cat_file", "pipe_file", "find", "isdir"):
         monkeypatch.setattr(Flaky, method, lost)
-    for call in (exists, list_names, read_if_there, find, remove, lambda place: write_bytes(place, b"")):
+    for call in (exists, list_names, read_optional, find, remove, lambda place: write_bytes(place, b"")):
         with pytest.raises(CheckpointError, match=rf"{FAR}: cannot be .*: RuntimeError: EndpointConnectionError"):
             call(FAR)
 
@@ -101,10 +101,10 @@ def test_a_link_behind_a_file_url_is_not_seen(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "file").write_text("y")
     (tmp_path / "run" / "state.json").symlink_to(tmp_path / "secret")
-    assert set(seen_below(f"file://{tmp_path}/run")) == {"file"}
+    assert set(file_versions(f"file://{tmp_path}/run")) == {"file"}
 
 
 def test_a_file_of_a_manifest_that_lies_elsewhere_is_none_of_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     file = SavedFile.of_bytes("../secret", b"x")
-    assert fault_of(str(tmp_path / "checkpoint"), file) == "is no name of a file of its directory"
+    assert file_fault(str(tmp_path / "checkpoint"), file) == "is no name of a file of its directory"

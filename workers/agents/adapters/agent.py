@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.conf.errors import ConfigError
-from penstock.network.host import without_proxy
+from penstock.network.host import no_proxy_variables
 from penstock.workers.agents.child_process import Child
 from penstock.workers.agents.environment import Context, Task, environment
 from penstock.workers.agents.gateway.conversation import as_openai
@@ -87,7 +87,7 @@ class Agent:
     async def _ask_command(self, task: Task, ctx: Context) -> str:
         told = {**self._environment(), **ctx.describe()}
         own = [host] if (host := urlsplit(ctx.base_url).hostname) else []
-        child = await Child.start(self._command, told | without_proxy(told, own))
+        child = await Child.start(self._command, told | no_proxy_variables(told, own))
         try:
             output = await child.answer(json.dumps(row_of(task), default=str).encode(), MAX_OUTPUT)
             if child.exit_code:

@@ -20,7 +20,7 @@ from penstock.workers.user_code import find_function
 
 
 @dataclass(frozen=True)
-class Known:
+class GameFacts:
     """Facts that the environment itself does not say."""
 
     actions: Sequence[str]
@@ -28,13 +28,15 @@ class Known:
 
 
 KNOWN = {
-    "FrozenLake": Known(("left", "down", "right", "up"), "Go from S to G, not into a hole H; [ ] is where you are."),
-    "CliffWalking": Known(("up", "right", "down", "left"), "Go to T, not off the cliff C; x is where you are."),
-    "Taxi": Known(
+    "FrozenLake": GameFacts(
+        ("left", "down", "right", "up"), "Go from S to G, not into a hole H; [ ] is where you are."
+    ),
+    "CliffWalking": GameFacts(("up", "right", "down", "left"), "Go to T, not off the cliff C; x is where you are."),
+    "Taxi": GameFacts(
         ("south", "north", "east", "west", "pickup", "dropoff"),
         "Fetch the passenger, whose place is blue, and bring him to the magenta one; [ ] is the taxi.",
     ),
-    "Blackjack": Known(("stick", "hit"), "Your sum, the dealer's card, and whether you have a usable ace:"),
+    "Blackjack": GameFacts(("stick", "hit"), "Your sum, the dealer's card, and whether you have a usable ace:"),
 }
 OPTIONS = "environment.options"
 PROMPT = "{legend}\n{observation}\nActions: {actions}. Answer with one of them."
@@ -91,7 +93,7 @@ class Gymnasium:
         self._kwargs = dict(given.kwargs or {})
         self._game = [given.id, dict(self._kwargs)]
         made = self._made()
-        space, known = made.action_space, KNOWN.get(given.id.rpartition(":")[2].partition("-")[0], Known(()))
+        space, known = made.action_space, KNOWN.get(given.id.rpartition(":")[2].partition("-")[0], GameFacts(()))
         is_number = isinstance(made.observation_space, self._gymnasium.spaces.Discrete)
         self._renders, self._legend = given.render, known.legend
         if self._renders is None:

@@ -26,7 +26,7 @@ from penstock.workers.agents.adapters.tools import Tools
 from penstock.workers.agents.child_process import LEAVE_S, SOON_S, Child
 from penstock.workers.agents.environment import Context, Task, environment
 from penstock.workers.agents.toolbox import DescribedFunction, as_text
-from penstock.workers.runtime.async_tasks import retrieve_failure
+from penstock.workers.runtime.async_tasks import silence_failure
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class McpServer:
         if self.has_ended:
             raise McpFailed(f"the MCP server {self.name}: {await self._process.ending()}")
         calling = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
-        calling.add_done_callback(retrieve_failure)
+        calling.add_done_callback(silence_failure)
         dying = asyncio.ensure_future(self._process.ended())
         try:  # what it has started may hold its pipes open after it has died
             await asyncio.wait([calling, dying], return_when="FIRST_COMPLETED")
@@ -252,7 +252,7 @@ class McpServer:
         finally:
             if not self._serving.done():
                 self._serving.cancel()
-            retrieve_failure(self._serving)
+            silence_failure(self._serving)
 
     async def _serve(self) -> None:
         """Run the client, in a task of its own, as scopes of anyio are left where they were entered."""

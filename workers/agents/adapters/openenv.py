@@ -52,7 +52,7 @@ class OpenEnvOptions:
     """Seconds for each answer of the server. Beyond them the attempt is played again, as after a lost connection."""
 
 
-class Session:
+class OpenEnvSession:
     """One connection. Lifecycle: `connected` once, `ask` for each message, `close`. Everything but an action that the
     server refuses is an `InfrastructureError`."""
 
@@ -60,7 +60,7 @@ class Session:
         self._url, self._timeout_s = url, timeout_s
         self._socket: Any = None
 
-    async def connected(self) -> "Session":
+    async def connected(self) -> "OpenEnvSession":
         from websockets.asyncio.client import connect
 
         try:
@@ -126,7 +126,7 @@ class OpenEnv:
         return (Task(str(index), seed + index, problem=[*game, seed + index]) for index in itertools.count())
 
     async def run(self, task: Task, ctx: Context) -> None:
-        session = Session(self._url, self._options.timeout_s)
+        session = OpenEnvSession(self._url, self._options.timeout_s)
         try:
             await session.connected()
             told = await session.ask("reset", {"seed": task.seed, **self._options.reset})

@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.workers.agents.gateway.client_errors import as_anthropic
 from penstock.workers.agents.gateway.client_requests import (
+    ClientProtocol,
     ClientRequest,
-    Event,
     Fields,
-    Protocol,
+    ServerSentEvent,
     arguments_of,
     assistant,
     chosen,
@@ -37,7 +37,7 @@ SIGNATURE = "policy"
 """Signature of thinking. Clients send back thinking only if it is signed; no client checks the signature."""
 ERROR = "Error: "
 """Words before what a tool has returned that failed."""
-PING = Event({"type": "ping"}, "ping").encode()
+PING = ServerSentEvent({"type": "ping"}, "ping").encode()
 
 
 def request_of(body: Fields, earlier: Mapping[str, Sequence[Message]]) -> ClientRequest:
@@ -62,7 +62,7 @@ def answer(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     return _about(asked, turn, tag) | {"content": _blocks(asked, turn), "usage": _usage(turn)} | _ending(turn)
 
 
-def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[Event]:
+def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[ServerSentEvent]:
     start = _about(asked, turn, tag) | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message=start | {"usage": _usage(turn) | {"output_tokens": 0}})
     for index, block in enumerate(_blocks(asked, turn)):
@@ -157,7 +157,7 @@ def _blocks(asked: ClientRequest, turn: Turn) -> list[dict[str, Any]]:
     return [*blocks, *calls]
 
 
-def _streamed(index: int, block: Mapping[str, Any]) -> Iterator[Event]:
+def _streamed(index: int, block: Mapping[str, Any]) -> Iterator[ServerSentEvent]:
     kind = block["type"]
     if kind == "text":
         start: dict[str, Any] = {"text": ""}
@@ -176,8 +176,8 @@ def _streamed(index: int, block: Mapping[str, Any]) -> Iterator[Event]:
     yield _event("content_block_stop", index=index)
 
 
-def _event(kind: str, **data: Any) -> Event:
-    return Event({"type": kind, **data}, kind)
+def _event(kind: str, **data: Any) -> ServerSentEvent:
+    return ServerSentEvent({"type": kind, **data}, kind)
 
 
 def _about(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
@@ -201,4 +201,4 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-MESSAGES = Protocol(request_of, answer, events, as_anthropic, "error", PING)
+MESSAGES = ClientProtocol(request_of, answer, events, as_anthropic, "error", PING)

@@ -37,7 +37,7 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, DataError, ModelError, suggest
 from penstock.workers.agents.gateway.conversation import (
     SHORT_ID,
-    Format,
+    ConversationFormat,
     Message,
     ParsedAnswer,
     Tools,
@@ -49,7 +49,7 @@ from penstock.workers.agents.gateway.tool_calls import (
     EMPTY,
     IN_CHANNELS,
     READERS,
-    Found,
+    ParsedCalls,
     Unreadable,
     checked_calls,
     forced_call,
@@ -286,7 +286,7 @@ class TemplateFormat:
             return _parsed(thinking, said, (), "Make one call at a time.")
         return _parsed(thinking, content, with_ids(found, turn), problem)
 
-    def _parts(self, text: str, tools: Tools, *, begun: bool) -> tuple[str | None, str, Found]:
+    def _parts(self, text: str, tools: Tools, *, begun: bool) -> tuple[str | None, str, ParsedCalls]:
         """The thinking, what was said, and what is read of that."""
         if tools and self.tool_format in IN_CHANNELS:
             rest, found, problem = READERS[self.tool_format](text, tools)
@@ -444,7 +444,7 @@ NO_FAMILIES = ("auto", "custom", "default")
 
 def make_format(
     tokenizer: Any, config: GatewayConfig, template_kwargs: Mapping[str, Any] | None = None, *, sees: bool = False
-) -> Format:
+) -> ConversationFormat:
     """Make the format. `template_kwargs`: `model.chat_template_kwargs`. `sees`: conversations may have pictures. Raises
     `ConfigError` for a family that is not known, for pictures in one, or for calls that the template writes in another
     way, `ModelError` for a model that cannot chat."""

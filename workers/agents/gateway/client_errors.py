@@ -32,7 +32,7 @@ class BadRequest(PenstockError):
 
 
 @dataclass(frozen=True)
-class Failure:
+class ClientFailure:
     """The reason why there is no answer."""
 
     status: int
@@ -50,12 +50,12 @@ class Failure:
         return {"x-should-retry": "true" if self.status == 503 else "false"}
 
 
-NO_KEY = Failure(
+NO_KEY = ClientFailure(
     401, "invalid_api_key",
     "The request has no key. Send the one that belongs to the attempt (ctx.api_key) as `Authorization: Bearer KEY` or "
     "`x-api-key: KEY`.",
 )  # fmt: skip
-UNKNOWN_KEY = Failure(
+UNKNOWN_KEY = ClientFailure(
     401, "invalid_api_key",
     "No attempt that is under way has this key. Each attempt has its own (ctx.api_key), which is good until the "
     "attempt ends.",
@@ -66,40 +66,40 @@ _ANTHROPIC = {
 }  # fmt: skip
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> ClientFailure:
     """The failure for an error that a sampler or a translation has raised."""
     text = str(error)
     if isinstance(error, BadRequest):
         details = {"error_code": error.code, "unsupported": [error.field]} if error.code else None
-        return Failure(400, "invalid_value", text, error.field or None, details)
+        return ClientFailure(400, "invalid_value", text, error.field or None, details)
     if isinstance(error, LimitReached) and error.limit == "context":
         # Harnesses that make their history shorter look for the code, or for these words.
-        return Failure(400, "context_length_exceeded", f"prompt is too long: {text}", "messages")
+        return ClientFailure(400, "context_length_exceeded", f"prompt is too long: {text}", "messages")
     if isinstance(error, LimitReached):
-        return Failure(400, "limit_reached", f"limit of {error.limit} reached: {text}")
+        return ClientFailure(400, "limit_reached", f"limit of {error.limit} reached: {text}")
     if isinstance(error, AttemptOver):
-        return Failure(410, "attempt_over", text)
+        return ClientFailure(410, "attempt_over", text)
     if isinstance(error, SamplingError):
-        return Failure(400, "invalid_value", text, error.field or None)
+        return ClientFailure(400, "invalid_value", text, error.field or None)
     if isinstance(error, DataError):
-        return Failure(400, "invalid_value", text)
+        return ClientFailure(400, "invalid_value", text)
     if isinstance(error, PenstockError):
-        return Failure(503, "no_engine", text)
-    return Failure(500, "internal_error", f"{type(error).__name__}: {text}")
+        return ClientFailure(503, "no_engine", text)
+    return ClientFailure(500, "internal_error", f"{type(error).__name__}: {text}")
 
 
-def as_openai(failure: Failure) -> dict[str, Any]:
+def as_openai(failure: ClientFailure) -> dict[str, Any]:
     kind = "server_error" if failure.status >= 500 else "invalid_request_error"
     return {"error": {"message": failure.message, "type": kind, "param": failure.field, "code": failure.code}}
 
 
-def as_anthropic(failure: Failure) -> dict[str, Any]:
+def as_anthropic(failure: ClientFailure) -> dict[str, Any]:
     kind = _ANTHROPIC.get(failure.status, "invalid_request_error")
     shape = {"type": kind, "message": failure.message, "code": failure.code}
     return {"type": "error", "error": shape | ({"details": failure.details} if failure.details else {})}
 
 
-def error_shape(path: str, headers: Mapping[str, str]) -> Callable[[Failure], Mapping[str, Any]]:
+def error_shape(path: str, headers: Mapping[str, str]) -> Callable[[ClientFailure], Mapping[str, Any]]:
     """The form of errors in answers to any path."""
     is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
     return as_anthropic if is_anthropic else as_openai

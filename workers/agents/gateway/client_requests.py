@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.workers.agents.gateway.client_errors import BadRequest, Failure, as_openai
+from penstock.workers.agents.gateway.client_errors import BadRequest, ClientFailure, as_openai
 from penstock.workers.agents.gateway.conversation import Message
 from penstock.workers.agents.gateway.tool_calls import ANY
 from penstock.workers.agents.trajectory import Turn
@@ -388,7 +388,7 @@ def _text(part: Fields, kinds: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Event:
+class ServerSentEvent:
     """A server-sent event."""
 
     data: Mapping[str, Any] | str
@@ -408,16 +408,16 @@ def pieces(text: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Protocol:
+class ClientProtocol:
     """A protocol that the endpoint speaks."""
 
     request_of: Callable[[Fields, Mapping[str, Sequence[Message]]], ClientRequest]
     """Function that reads a request. Raises `BadRequest`."""
     answer: Callable[[ClientRequest, Turn, str], Mapping[str, Any]]
     """Function that writes a turn as a whole. The last argument: part of ids, the attempt's own."""
-    events: Callable[[ClientRequest, Turn, str], Iterator[Event]]
+    events: Callable[[ClientRequest, Turn, str], Iterator[ServerSentEvent]]
     """Function that writes a turn as a stream."""
-    error: Callable[[Failure], Mapping[str, Any]] = as_openai
+    error: Callable[[ClientFailure], Mapping[str, Any]] = as_openai
     error_event: str = ""
     """Name of an error in a stream that has begun."""
     waiting: bytes = COMMENT

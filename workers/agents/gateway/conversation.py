@@ -26,7 +26,7 @@ from penstock.workers.pictures.prompt_pictures import as_png, bytes_of_url, enco
 
 Message = Mapping[str, Any]
 """A message: {role, content}, of the assistant also {reasoning_content, tool_calls}, of a tool also {tool_call_id,
-name}. Its content is text; with pictures it is a list of parts (`formats/pictures.py`)."""
+name}. Its content is text; with pictures it is a list of parts, see above."""
 Tools = Sequence[Mapping[str, Any]]
 """Tools as OpenAI describes them: {type: function, function: {name, description, parameters}}."""
 
@@ -62,7 +62,7 @@ def tool_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any
     return {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
-class Format(Protocol):
+class ConversationFormat(Protocol):
     """A format, by which the gateway writes conversations, with one placeholder a picture."""
 
     @property
@@ -83,7 +83,7 @@ class Format(Protocol):
         template now writes the earlier messages in another way."""
 
     def forced(self, tools: Tools, name: str) -> Mapping[str, Any]:
-        """The structure of an answer that calls the tool of this name (`forced.py`). Raises `SamplingError`."""
+        """The structure of an answer that calls the tool of this name (`tool_calls.py`). Raises `SamplingError`."""
 
     def read(
         self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0

@@ -34,7 +34,7 @@ class Engines(Protocol):
         are expanded; None for none. Raises `DataError`, `DeadlineExceeded`."""
 
 
-Call = Callable[..., Awaitable[Completion]]
+AskEngine = Callable[..., Awaitable[Completion]]
 """Function that asks an engine: (handle, prompt_ids, sampling), and pictures for a prompt that has some. Raises
 `WorkerDied` for an engine that is gone."""
 
@@ -42,7 +42,7 @@ Call = Callable[..., Awaitable[Completion]]
 class EnginePool:
     """Lifecycle: `update` whenever the engines change, `sample` at any time: it waits until there is one."""
 
-    def __init__(self, call: Call, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, call: AskEngine, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`timeout_s`: limit of a turn, waiting for an engine included."""
         self._call, self._timeout_s, self._clock = call, timeout_s, clock
         self._members: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class EnginePool:
         seen = () if pictures is None else (pictures,)
         deadline = self._clock() + self._timeout_s
         while True:
-            name = await self._chosen(conversation, deadline)
+            name = await self._choose(conversation, deadline)
             self.engine_of[conversation] = name
             self._in_flight[name] = self._in_flight.get(name, 0) + 1
             try:
@@ -92,8 +92,8 @@ class EnginePool:
             finally:
                 self._in_flight[name] -= 1
 
-    async def _chosen(self, conversation: object, deadline: float) -> str:
-        while not (able := self.able()):
+    async def _choose(self, conversation: object, deadline: float) -> str:
+        while not (available := self.available()):
             left = deadline - self._clock()
             if left <= 0:
                 raise DeadlineExceeded(f"no engine was there to sample a turn within {self._timeout_s:g} s.")
@@ -102,11 +102,11 @@ class EnginePool:
                 await asyncio.wait_for(changed.wait(), min(left, FAILED_S))
             except TimeoutError:
                 continue
-        least = min(able, key=lambda name: (self.load(name), able.index(name)))
+        least = min(available, key=lambda name: (self.load(name), available.index(name)))
         own = self.engine_of.get(conversation)
-        return own if own in able and self.load(own) <= self.load(least) + SLACK else least
+        return own if own in available and self.load(own) <= self.load(least) + SLACK else least
 
-    def able(self) -> list[str]:
+    def available(self) -> list[str]:
         """Engines that did not fail just now."""
         now = self._clock()
         return [name for name in self._members if now - self._failed.get(name, -FAILED_S) >= FAILED_S]

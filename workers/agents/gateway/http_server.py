@@ -35,11 +35,11 @@ from aiohttp import web
 
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver
-from penstock.network.host import ask_directly, raise_limit
+from penstock.network.host import bypass_proxy, raise_limit
 from penstock.network.listener import BACKLOG, Heads
 from penstock.workers.agents.gateway.anthropic_messages import MESSAGES
-from penstock.workers.agents.gateway.client_errors import NO_KEY, UNKNOWN_KEY, Failure, error_shape, failure_of
-from penstock.workers.agents.gateway.client_requests import ClientRequest, Event, Protocol, parsed
+from penstock.workers.agents.gateway.client_errors import NO_KEY, UNKNOWN_KEY, ClientFailure, error_shape, failure_of
+from penstock.workers.agents.gateway.client_requests import ClientProtocol, ClientRequest, ServerSentEvent, parsed
 from penstock.workers.agents.gateway.conversation import Message, kept
 from penstock.workers.agents.gateway.openai_chat import CHAT
 from penstock.workers.agents.gateway.openai_responses import RESPONSES
@@ -136,7 +136,7 @@ class HttpServer:
         made = self._heads.before(self._runner.server)
         self._listening = await asyncio.get_running_loop().create_server(made, host, port, backlog=BACKLOG)
         told = address or host
-        ask_directly(told)
+        bypass_proxy(told)
         return f"http://{f'[{told}]' if ':' in told else told}:{self._listening.sockets[0].getsockname()[1]}/v1"
 
     async def stop(self) -> None:
@@ -152,21 +152,21 @@ class HttpServer:
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         sampler = self._sampler(request)
-        asked = await _asked(request, MESSAGES, {})
+        asked = await _read_request(request, MESSAGES, {})
         return web.json_response({"input_tokens": sampler.count(asked.messages, asked.tools)})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         protocol = PROTOCOLS[_path(request)]
         sampler = self._sampler(request)
         answers = self._answers.setdefault(sampler, _AttemptAnswers(_tag(request)))
-        asked = await _asked(request, protocol, answers.responses)
-        self._tell(asked.ignored, sampler)
+        asked = await _read_request(request, protocol, answers.responses)
+        self._report_ignored(asked.ignored, sampler)
         is_retry = request.headers.get(RETRIES, "0") != "0"
         answering = _Answering(request, protocol, asked, answers, self._waiting_s)
-        async with _sampled(sampler, asked, is_retry, answers) as sampling:
+        async with _sampling(sampler, asked, is_retry, answers) as sampling:
             return await answering.written(sampling)
 
-    def _tell(self, ignored: Sequence[str], sampler: TurnSampler) -> None:
+    def _report_ignored(self, ignored: Sequence[str], sampler: TurnSampler) -> None:
         """Count options that have no effect, and tell each once."""
         sampler.counts["ignored_options"] += len(ignored)
         for name in ignored:
@@ -177,14 +177,16 @@ class HttpServer:
     def _sampler(self, request: web.Request) -> TurnSampler:
         key = _key(request)
         if not key:
-            raise _Refused(NO_KEY)
+            raise _RequestRefused(NO_KEY)
         sampler = self._keys.sampler_of(key)
         if sampler is None:
-            raise _Refused(UNKNOWN_KEY)
+            raise _RequestRefused(UNKNOWN_KEY)
         return sampler
 
 
-async def _asked(request: web.Request, protocol: Protocol, responses: Mapping[str, Sequence[Message]]) -> ClientRequest:
+async def _read_request(
+    request: web.Request, protocol: ClientProtocol, responses: Mapping[str, Sequence[Message]]
+) -> ClientRequest:
     """What a request asks for. A large body, and pictures, are read beside the loop."""
     body = await request.read()
 
@@ -196,16 +198,16 @@ async def _asked(request: web.Request, protocol: Protocol, responses: Mapping[st
     return await asyncio.to_thread(read) if is_large else read()
 
 
-class _Refused(Exception):
+class _RequestRefused(Exception):
     """The error that ends a request with a failure for the client."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: ClientFailure) -> None:
         super().__init__(failure.message)
         self.failure = failure
 
 
 @asynccontextmanager
-async def _sampled(
+async def _sampling(
     sampler: TurnSampler, asked: ClientRequest, is_retry: bool, answers: _AttemptAnswers
 ) -> AsyncIterator["asyncio.Future[Turn]"]:
     """Sample a turn. Unless it is among those delivered at the end, it is forgotten, as if it had never been
@@ -228,19 +230,24 @@ class _Answering:
     """Writer of the answer to one request."""
 
     def __init__(
-        self, request: web.Request, protocol: Protocol, asked: ClientRequest, answers: _AttemptAnswers, waiting_s: float
+        self,
+        request: web.Request,
+        protocol: ClientProtocol,
+        asked: ClientRequest,
+        answers: _AttemptAnswers,
+        waiting_s: float,
     ) -> None:
-        self._request, self._protocol, self._asked, self._answers = request, protocol, asked, answers
+        self._request, self._protocol, self._read_request, self._answers = request, protocol, asked, answers
         self._waiting_s = waiting_s
 
     async def written(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
         """Write the answer. Raises what `sampling` raises, as long as nothing is written."""
-        return await (self._stream(sampling) if self._asked.is_streamed else self._whole(sampling))
+        return await (self._stream(sampling) if self._read_request.is_streamed else self._whole(sampling))
 
     async def _whole(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
         await asyncio.wait([sampling])
         turn = _result(sampling)
-        response = web.json_response(self._protocol.answer(self._asked, turn, self._answers.tag))
+        response = web.json_response(self._protocol.answer(self._read_request, turn, self._answers.tag))
         await response.prepare(self._request)
         await response.write_eof()
         self._delivered(turn)
@@ -255,7 +262,7 @@ class _Answering:
         if response.prepared and not sampling.cancelled() and (error := sampling.exception()) is not None:
             return await self._ended_with(response, error)
         turn = _result(sampling)
-        events = [event.encode() for event in self._protocol.events(self._asked, turn, self._answers.tag)]
+        events = [event.encode() for event in self._protocol.events(self._read_request, turn, self._answers.tag)]
         if not response.prepared:
             await response.prepare(self._request)
         for event in events:
@@ -266,15 +273,15 @@ class _Answering:
 
     async def _ended_with(self, response: web.StreamResponse, error: BaseException) -> web.StreamResponse:
         shape = self._protocol.error(failure_of(error))
-        await response.write(Event(shape, self._protocol.error_event).encode())
+        await response.write(ServerSentEvent(shape, self._protocol.error_event).encode())
         await response.write_eof()
         return response
 
     def _delivered(self, turn: Turn) -> None:
         self._answers.delivered.add(turn.id)
-        if self._asked.kept is not None and self._protocol.answer_id is not None:
+        if self._read_request.kept is not None and self._protocol.answer_id is not None:
             name = self._protocol.answer_id(turn, self._answers.tag)
-            self._answers.responses[name] = [*self._asked.kept, turn.message]
+            self._answers.responses[name] = [*self._read_request.kept, turn.message]
 
 
 def _result(sampling: "asyncio.Future[Turn]") -> Turn:
@@ -290,7 +297,7 @@ async def _answer_failures(
     """Answer every failure in the form of the protocol. A failure that no client can receive is not raised again."""
     try:
         return await handler(request)
-    except _Refused as refused:
+    except _RequestRefused as refused:
         return _failure_response(request, refused.failure)
     except web.HTTPException as error:
         return _failure_response(request, _http_failure(request, error))
@@ -303,16 +310,16 @@ async def _answer_failures(
         return _failure_response(request, failure)
 
 
-def _http_failure(request: web.Request, error: web.HTTPException) -> Failure:
+def _http_failure(request: web.Request, error: web.HTTPException) -> ClientFailure:
     if error.status == 404:
         paths = ", ".join((*PROTOCOLS, COUNT, MODELS))
-        return Failure(404, "not_found", f"There is nothing at {request.path}. There is: {paths}.")
+        return ClientFailure(404, "not_found", f"There is nothing at {request.path}. There is: {paths}.")
     if error.status == 413:
-        return Failure(413, "request_too_large", f"{TOO_LARGE} {error.text or ''}".strip())
-    return Failure(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}.")
+        return ClientFailure(413, "request_too_large", f"{TOO_LARGE} {error.text or ''}".strip())
+    return ClientFailure(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}.")
 
 
-def _failure_response(request: web.Request, failure: Failure) -> web.Response:
+def _failure_response(request: web.Request, failure: ClientFailure) -> web.Response:
     body = json.dumps(error_shape(_path(request), request.headers)(failure))
     response = web.Response(text=body, status=failure.status, content_type="application/json", headers=failure.headers)
     if failure.status == 401:
@@ -342,6 +349,6 @@ def _model_list(created: int) -> dict[str, Any]:
     return {"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"}
 
 
-def told_address(gateway: GatewayConfig, node: str) -> str:
+def advertised_host(gateway: GatewayConfig, node: str) -> str:
     """The host by which agents reach the gateway. `node`: the address of this node for others."""
     return gateway.address or (node if gateway.host in EVERY_INTERFACE else gateway.host)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.workers.agents.gateway.client_requests import (
+    ClientProtocol,
     ClientRequest,
-    Event,
     Fields,
-    Protocol,
+    ServerSentEvent,
     arguments_of,
     assistant,
     chosen,
@@ -59,17 +59,17 @@ def answer(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     return _about(asked, turn, tag, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
 
-def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[Event]:
+def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[ServerSentEvent]:
     head = _about(asked, turn, tag, "chat.completion.chunk")
     for delta in _deltas(turn):
-        yield Event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        yield ServerSentEvent(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     last: dict[str, Any] = {"index": 0, "delta": {}, "finish_reason": _finish(turn)}
     if "logprobs" in asked.wants:
         last["logprobs"] = _logprobs(turn)
-    yield Event(head | {"choices": [last]})
+    yield ServerSentEvent(head | {"choices": [last]})
     if "usage" in asked.wants:
-        yield Event(head | {"choices": [], "usage": _usage(turn)})
-    yield Event("[DONE]")
+        yield ServerSentEvent(head | {"choices": [], "usage": _usage(turn)})
+    yield ServerSentEvent("[DONE]")
 
 
 def _message(message: Fields) -> dict[str, Any]:
@@ -163,4 +163,4 @@ def _logprobs(turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-CHAT = Protocol(request_of, answer, events)
+CHAT = ClientProtocol(request_of, answer, events)

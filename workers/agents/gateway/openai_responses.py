@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.workers.agents.gateway.client_requests import (
+    ClientProtocol,
     ClientRequest,
-    Event,
     Fields,
-    Protocol,
+    ServerSentEvent,
     arguments_of,
     assistant,
     chosen,
@@ -69,10 +69,10 @@ def answer(asked: ClientRequest, turn: Turn, tag: str) -> dict[str, Any]:
     }
 
 
-def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[Event]:
+def events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[ServerSentEvent]:
     numbers = itertools.count()
     for kind, data in _events(asked, turn, tag):
-        yield Event({"type": kind, "sequence_number": next(numbers), **data}, kind)
+        yield ServerSentEvent({"type": kind, "sequence_number": next(numbers), **data}, kind)
 
 
 def _events(asked: ClientRequest, turn: Turn, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -223,4 +223,4 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-RESPONSES = Protocol(request_of, answer, events, error_event="error", answer_id=answer_id)
+RESPONSES = ClientProtocol(request_of, answer, events, error_event="error", answer_id=answer_id)

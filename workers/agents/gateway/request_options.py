@@ -23,7 +23,7 @@ SAMPLED_ALONE = "only the log-probabilities of sampled tokens are known (logprob
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedOption:
     """An option that is refused, unless it has a value that changes nothing."""
 
     why: str
@@ -32,18 +32,18 @@ class Refused:
     """Code of the error, by which Anthropic's client knows what to do without."""
 
 
-def _alike(names: str, why: str, *harmless: Any) -> dict[str, Refused]:
+def _alike(names: str, why: str, *harmless: Any) -> dict[str, RefusedOption]:
     """Options that are refused for one reason, their names separated by blanks."""
-    return dict.fromkeys(names.split(), Refused(why, harmless))
+    return dict.fromkeys(names.split(), RefusedOption(why, harmless))
 
 
 @dataclass(frozen=True)
-class Options:
+class OptionTable:
     """The table of one protocol."""
 
     honoured: frozenset[str]
     harmless: frozenset[str]
-    refused: Mapping[str, Refused]
+    refused: Mapping[str, RefusedOption]
     without_effect: frozenset[str] = frozenset()
     """Options that clients send by themselves, and that mean nothing to the policy. They are told like unknown ones."""
 
@@ -74,44 +74,44 @@ _REFUSED = {
     **_alike("logit_bias repetition_detection mm_payload vllm_xargs", NOT_SUPPORTED),
     **_alike("media_io_kwargs mm_processor_kwargs", NOT_SUPPORTED),
     **_alike("bad_words allowed_token_ids", TRAINED),
-    "min_tokens": Refused(TRAINED, (0,)),
+    "min_tokens": RefusedOption(TRAINED, (0,)),
     **_alike("watermarking use_beam_search", TRAINED, False),
-    "thinking_token_budget": Refused("thinking is bounded by max_tokens alone."),
-    "stop_token_ids": Refused("is not supported: name what ends an answer as text."),
-    "include_stop_str_in_output": Refused(TEXT, (False,)),
+    "thinking_token_budget": RefusedOption("thinking is bounded by max_tokens alone."),
+    "stop_token_ids": RefusedOption("is not supported: name what ends an answer as text."),
+    "include_stop_str_in_output": RefusedOption(TEXT, (False,)),
     **_alike("skip_special_tokens spaces_between_special_tokens", TEXT, True),
     **_alike("truncate_prompt_tokens truncation_side", NOT_CUT),
     **_alike("prompt_logprobs logprob_token_ids", SAMPLED_ALONE),
-    "add_generation_prompt": Refused(CONTINUED, (True,)),
-    "continue_final_message": Refused(CONTINUED, (False,)),
-    "add_special_tokens": Refused(TEMPLATE, (False,)),
+    "add_generation_prompt": RefusedOption(CONTINUED, (True,)),
+    "continue_final_message": RefusedOption(CONTINUED, (False,)),
+    "add_special_tokens": RefusedOption(TEMPLATE, (False,)),
     **_alike("chat_template chat_template_kwargs", TEMPLATE),
-    "documents": Refused("is not supported: write them into a message."),
-    "echo": Refused(NOT_SUPPORTED, (False,)),
-    "include_reasoning": Refused("an answer is given with its thinking.", (True,)),
-    "return_mm_kwargs": Refused(NOT_SUPPORTED, (False,)),
+    "documents": RefusedOption("is not supported: write them into a message."),
+    "echo": RefusedOption(NOT_SUPPORTED, (False,)),
+    "include_reasoning": RefusedOption("an answer is given with its thinking.", (True,)),
+    "return_mm_kwargs": RefusedOption(NOT_SUPPORTED, (False,)),
 }
-CHAT = Options(
+CHAT = OptionTable(
     _SAMPLING | {
         "messages", "max_tokens", "max_completion_tokens", "stop", "response_format", "parallel_tool_calls", "logprobs",
         "stream_options",
     },
     _HARMLESS | {"return_tokens_as_token_ids"},
     _REFUSED | {
-        "n": Refused("there is one answer to a request: send several, side by side.", (1,)),
-        "best_of": Refused("there is one answer to a request.", (1,)),
-        "modalities": Refused("the policy answers in text alone.", (["text"],)),
-        "functions": Refused("is not supported: describe them as `tools`."),
-        "function_call": Refused("is not supported: say `tool_choice`.", ("none", "auto")),
-        "top_logprobs": Refused(SAMPLED_ALONE, (0,)),
+        "n": RefusedOption("there is one answer to a request: send several, side by side.", (1,)),
+        "best_of": RefusedOption("there is one answer to a request.", (1,)),
+        "modalities": RefusedOption("the policy answers in text alone.", (["text"],)),
+        "functions": RefusedOption("is not supported: describe them as `tools`."),
+        "function_call": RefusedOption("is not supported: say `tool_choice`.", ("none", "auto")),
+        "top_logprobs": RefusedOption(SAMPLED_ALONE, (0,)),
         **_alike("audio prediction web_search_options", NOT_SUPPORTED),
         **_alike("return_token_ids return_token_offsets", "tokens are told by logprobs alone.", False),
-        "return_prompt_text": Refused(NOT_SUPPORTED, (False,)),
-        "routed_experts_prompt_start": Refused(NOT_SUPPORTED, (0,)),
+        "return_prompt_text": RefusedOption(NOT_SUPPORTED, (False,)),
+        "routed_experts_prompt_start": RefusedOption(NOT_SUPPORTED, (0,)),
     },
     frozenset({"reasoning_effort", "verbosity"}),
 )  # fmt: skip
-RESPONSES = Options(
+RESPONSES = OptionTable(
     _SAMPLING | {
         "input", "instructions", "max_output_tokens", "stop", "text", "parallel_tool_calls", "previous_response_id",
         "store",
@@ -119,22 +119,22 @@ RESPONSES = Options(
     (_HARMLESS - {"store"}) | {"stream_options", "max_tool_calls"},
     _REFUSED | {
         **_alike("conversation prompt context_management previous_input_messages", INPUT_ALONE),
-        "background": Refused(INPUT_ALONE, (False,)),
-        "truncation": Refused(NOT_CUT, ("disabled",)),
-        "top_logprobs": Refused("are not given here.", (0,)),
-        "enable_response_messages": Refused(NOT_SUPPORTED, (False,)),
-        "image": Refused("the policy answers in text alone."),
+        "background": RefusedOption(INPUT_ALONE, (False,)),
+        "truncation": RefusedOption(NOT_CUT, ("disabled",)),
+        "top_logprobs": RefusedOption("are not given here.", (0,)),
+        "enable_response_messages": RefusedOption(NOT_SUPPORTED, (False,)),
+        "image": RefusedOption("the policy answers in text alone."),
     },
     frozenset({"reasoning", "include", "access_programs"}),
 )  # fmt: skip
-MESSAGES = Options(
+MESSAGES = OptionTable(
     _SAMPLING | {
         "messages", "max_tokens", "stop_sequences", "system", "thinking", "output_config", "output_format",
     },
     _HARMLESS | {"cache_control", "workspace_id", "user_profile_id", "inference_geo", "speed", "billing_policy"},
     _REFUSED | {
         **_alike("container mcp_servers context_management compaction", NOT_SUPPORTED),
-        "thread": Refused("is not supported: send all messages each time.", code="thread_unsupported_request"),
+        "thread": RefusedOption("is not supported: send all messages each time.", code="thread_unsupported_request"),
     },
     frozenset({"betas", "diagnostics", "fallbacks", "fallback_credit_token"}),
 )  # fmt: skip

@@ -42,35 +42,35 @@ MAX_NESTING = 64
 """Deepest nesting of arguments. Deeper ones would exceed Python's stack when they are written again."""
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str = ""
     """Id that the model has given it; empty if it gave none that templates accept."""
 
 
-Calls = list[Call]
-Found = tuple[str, Calls, str]
+Calls = list[ParsedCall]
+ParsedCalls = tuple[str, Calls, str]
 """The text without its calls, the calls, and why others could not be read."""
-Reader = Callable[[str, Tools], Found]
+Reader = Callable[[str, Tools], ParsedCalls]
 
 
 class Unreadable(Exception):
     """The error for a call that cannot be read, with the text that the model gets."""
 
 
-def hermes(text: str, tools: Tools) -> Found:
+def hermes(text: str, tools: Tools) -> ParsedCalls:
     return checked_calls(_HERMES.sub("", text).strip(), [_loaded(body) for body in _HERMES.findall(text)], tools, text)
 
 
-def llama3_json(text: str, tools: Tools) -> Found:
+def llama3_json(text: str, tools: Tools) -> ParsedCalls:
     bare = text.removeprefix("<|python_tag|>").strip()
     if not bare.startswith("{"):
         return text, [], ""
     return checked_calls("", [_loaded(part) for part in bare.split(";\n")], tools, text)
 
 
-def mistral(text: str, tools: Tools) -> Found:
+def mistral(text: str, tools: Tools) -> ParsedCalls:
     said, mark, body = text.partition(MISTRAL)
     if not mark:
         return text, [], ""
@@ -92,7 +92,7 @@ def _list(body: str) -> list[Any]:
     return values if isinstance(values, list) else [values]
 
 
-def pythonic(text: str, tools: Tools) -> Found:
+def pythonic(text: str, tools: Tools) -> ParsedCalls:
     bare = text.strip()
     if not (bare.startswith("[") and bare.endswith("]") and "(" in bare):
         return text, [], ""
@@ -112,11 +112,11 @@ def python_calls(text: str, tools: Tools) -> list[Any]:
         raise Unreadable(f"The call is no Python: {error}.") from error
 
 
-def none(text: str, tools: Tools) -> Found:
+def none(text: str, tools: Tools) -> ParsedCalls:
     return text, [], ""
 
 
-def checked_calls(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
+def checked_calls(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> ParsedCalls:
     """Make calls of values. An invalid one makes all invalid: the model has to say which calls to make."""
     try:
         return said, [_call(value, tools) for value in values], ""
@@ -133,7 +133,7 @@ def with_ids(calls: Calls, turn: int) -> list[ToolCall]:
     ]
 
 
-def _call(value: Any, tools: Tools) -> Call:
+def _call(value: Any, tools: Tools) -> ParsedCall:
     if isinstance(value, Unreadable):
         raise value
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
@@ -150,7 +150,7 @@ def _call(value: Any, tools: Tools) -> Call:
     if value["name"] not in (names := _names(tools)):
         raise Unreadable(f"There is no tool {value['name']!r:.60}. There are: {', '.join(names)}.")
     id = str(value.get("id") or "")
-    return Call(value["name"], dict(arguments), id if SHORT_ID.fullmatch(id) else "")
+    return ParsedCall(value["name"], dict(arguments), id if SHORT_ID.fullmatch(id) else "")
 
 
 def _loaded(text: str) -> Any:
@@ -186,7 +186,7 @@ def _number(text: str) -> float:
 def _of_python(node: ast.expr, tools: Tools) -> dict[str, Any]:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         raise Unreadable("a list of calls is due, such as [tool(argument=1)]")
-    parameters = _parameters(node.func.id, tools)
+    parameters = _properties(node.func.id, tools)
     if len(node.args) > len(parameters) and node.func.id in _names(tools):
         raise Unreadable(f"{node.func.id} takes {len(parameters)} argument(s), and got {len(node.args)}")
     arguments = {name: _literal(value) for name, value in zip(parameters, node.args, strict=False)}
@@ -211,11 +211,10 @@ def _names(tools: Tools) -> list[str]:
     return [str(tool["function"]["name"]) for tool in tools]
 
 
-def _parameters(name: str, tools: Tools) -> list[str]:
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            return list(tool["function"].get("parameters", {}).get("properties", {}))
-    return []
+def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
+    """Schemas of a tool's arguments. They come from clients: what is no schema has none."""
+    found = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
+    return _at(_at(found, "parameters"), "properties")
 
 
 GEMMA_QUOTE = '<|"|>'
@@ -259,7 +258,7 @@ class _ByArgument:
                 if closed is None:
                     break
                 value = text[argument.end() : closed.start()]
-                arguments[argument[1]] = _typed(value, _types_of(tools, name, argument[1]))
+                arguments[argument[1]] = _typed(value, _types(_at(_properties(name, tools), argument[1])))
                 at = closed.end()
             if ended := self.end.match(text, at):
                 at = ended.end()
@@ -280,7 +279,7 @@ def _reader(marks: Sequence[str], example: str, spans_of: Callable[[str, Tools],
     """The reader of a format. `marks`: each shows that a call begins. `example`: what the model is told of a call that
     is not whole."""
 
-    def read(text: str, tools: Tools) -> Found:
+    def read(text: str, tools: Tools) -> ParsedCalls:
         if not any(mark in text for mark in marks):
             return text, [], ""
         said, at, values = "", 0, []
@@ -305,13 +304,6 @@ def _typed(text: str, types: set[str]) -> Any:
     except ValueError:
         return text
     return text if "string" in types and not types & {*JSON_TYPES.get(type(value), ())} else value
-
-
-def _types_of(tools: Tools, name: str, argument: str) -> set[str]:
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            return _types(_at(_at(_at(tool["function"], "parameters"), "properties"), argument))
-    return set()
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:

@@ -1,18 +1,12 @@
 """The turns of one attempt: the only place where its tokens are made, for every caller.
 
-    messages ─▶ history: which turn do they go on with? ─▶ its tokens and what is new, or all of them written anew
+    messages ─▶ history: which turn do they continue? ─▶ its tokens and what is new, or all of them written anew
+             ─▶ format: one placeholder a picture ─▶ PictureProcessor ─▶ expanded tokens, pictures and their places
              ─▶ limits ─▶ engine ─▶ Turn, kept for the row
 
-An update of the weights in the middle of a turn changes the versions of its tokens from there on, and nothing else.
-Environments call the sampler through their context, agents over HTTP.
-
-Conversations as the prompts that engines read: the tokens of a format, in which the places of pictures are expanded,
-each once.
-
-    messages ─▶ Format: one placeholder a picture ─▶ PictureProcessor ─▶ expanded tokens, pictures and their places
-
-A turn that goes on keeps the tokens of what was read and sampled, and the pictures in them with their places; what is
-new after them is expanded alone.
+A turn that continues another keeps the tokens of what was read and sampled, and the pictures in them with their places;
+what is new after them is expanded alone. An update of the weights in the middle of a turn changes the versions of its
+tokens from there on, and nothing else. Environments call the sampler through their context, agents over HTTP.
 """
 
 import asyncio
@@ -24,7 +18,7 @@ from typing import Any
 
 from penstock.conf.errors import AttemptOver, DataError, LimitReached, SamplingError, suggest
 from penstock.workers.agents.gateway.conversation import (
-    Format,
+    ConversationFormat,
     Key,
     Message,
     ParsedAnswer,
@@ -52,9 +46,11 @@ class WrittenPrompt:
 
 
 class PromptWriter:
-    """The writer of an attempt's prompts. Messages are those of `formats/pictures.py: kept`."""
+    """The writer of an attempt's prompts. Messages are those of `conversation.kept`."""
 
-    def __init__(self, form: Format, processor: PictureProcessor | None = None, max_pictures: int = 0) -> None:
+    def __init__(
+        self, form: ConversationFormat, processor: PictureProcessor | None = None, max_pictures: int = 0
+    ) -> None:
         """`processor`: the model's; None in a run of text."""
         self._form, self._processor, self._max_pictures = form, processor, max_pictures
 
@@ -63,7 +59,7 @@ class PromptWriter:
         pictures = self._pictures(messages)
         return self._expanded(self._form.prompt_ids(messages, tools), 0, NO_PICTURES, pictures)
 
-    def going_on(
+    def continued(
         self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> WrittenPrompt | None:
         """The prompt of `new` messages after a turn, whose own conversation was `before`; None: the conversation cannot
@@ -119,7 +115,7 @@ class TurnLimits:
 
 
 @dataclass(frozen=True)
-class _Answered:
+class _TurnRecord:
     """A turn, and the conversation that it answered."""
 
     turn: Turn
@@ -140,7 +136,7 @@ class TurnSampler:
     def __init__(
         self,
         engines: Engines,
-        form: Format,
+        form: ConversationFormat,
         sampling: Sampling,
         limits: TurnLimits,
         *,
@@ -155,12 +151,12 @@ class TurnSampler:
         self._writer = PromptWriter(form, processor, limits.max_pictures)
         self.counts = counts if counts is not None else Counter()
         self._clients_sample = clients_sample
-        self._answered: dict[Key, _Answered] = {}
+        self._answered: dict[Key, _TurnRecord] = {}
         self._by_request: dict[Key, Turn] = {}
         self._turns: dict[int, Turn] = {}
         self._num_asked = self._num_untrained = self.num_under_way = 0
-        self._over: Exception | None = None
-        self._too_long: LimitReached | None = None
+        self._end_reason: Exception | None = None
+        self._context_error: LimitReached | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
         self.last_messages: Sequence[Message] = ()
         """The conversation with its newest answer."""
@@ -186,10 +182,10 @@ class TurnSampler:
         one_call: bool = False,
         **options: Any,
     ) -> Turn:
-        """Sample the policy's answer to a conversation, with pictures in any form that `formats/pictures.py` reads.
+        """Sample the policy's answer to a conversation, with pictures in any form that `conversation.py` reads.
 
         `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure, ignore_eos: other than the run's;
-        must_call: the name of a tool that the answer has to call, "*" for any, in the formats of `forced.py`.
+        must_call: the name of a tool that the answer has to call, "*" for any, in the formats of `forced_call`.
         `train=False`: it is no turn of the attempt (an opponent that the policy plays). `is_client`: the request came
         over HTTP, from a client that may not know of the run. `is_retry`: the client asks again, and gets the answer
         that it missed, if there is one. `one_call`: of several calls in an answer the first alone is made. Raises
@@ -219,15 +215,15 @@ class TurnSampler:
         self._num_asked += 1
         self.num_under_way += 1
         try:
-            turn = await self._until_over(self._turn(number, parent, prompt, sampling, tools, options, one_call))
+            turn = await self._await_turn(self._turn(number, parent, prompt, sampling, tools, options, one_call))
         finally:
             self.num_under_way -= 1
         self._turns[number] = turn
         self._count_distribution(options)
-        self._too_long = None
+        self._context_error = None
         self._by_request[request] = turn
         self.last_messages = [*before, turn.message]
-        self._answered[history_key(self.last_messages, tools)] = _Answered(turn, before)
+        self._answered[history_key(self.last_messages, tools)] = _TurnRecord(turn, before)
         return turn
 
     def count(self, messages: Sequence[Message], tools: Tools = ()) -> int:
@@ -244,24 +240,24 @@ class TurnSampler:
 
     def end(self, why: Exception) -> None:
         """End the attempt: nothing more is sampled; turns under way are given up."""
-        self._over = self._over or why
+        self._end_reason = self._end_reason or why
         for task in self._in_flight:
             task.cancel()
 
     @property
     def limit(self) -> str:
         """The limit that was reached; empty if none was, or if the attempt went on with a shorter conversation."""
-        over = self._over or self._too_long
+        over = self._end_reason or self._context_error
         return over.limit if isinstance(over, LimitReached) else ""
 
-    async def _until_over(self, turn: Coroutine[Any, Any, Turn]) -> Turn:
+    async def _await_turn(self, turn: Coroutine[Any, Any, Turn]) -> Turn:
         task = asyncio.ensure_future(turn)
         self._in_flight.add(task)
         try:
             return await task
         except asyncio.CancelledError:
-            if self._over is not None and not _is_cancelled():
-                raise AttemptOver(str(self._over)) from None
+            if self._end_reason is not None and not _is_cancelled():
+                raise AttemptOver(str(self._end_reason)) from None
             self.counts["turns_abandoned"] += 1
             raise
         finally:
@@ -305,7 +301,7 @@ class TurnSampler:
             raise self._no_room(len(prompt))
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         number = -self._num_untrained
-        return await self._until_over(self._turn(number, None, prompt, sampling, tools, options, one_call))
+        return await self._await_turn(self._turn(number, None, prompt, sampling, tools, options, one_call))
 
     def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], WrittenPrompt]:
         """The turn that a conversation goes on with, the conversation as it is kept here, and its prompt."""
@@ -316,7 +312,7 @@ class TurnSampler:
             if answered is None:
                 continue
             before, new = [*answered.messages], list(messages[end:])
-            prompt = self._writer.going_on(answered.turn, before, new, tools)
+            prompt = self._writer.continued(answered.turn, before, new, tools)
             before += [answered.turn.message, *new]
             if prompt is not None:
                 return answered.turn, before, prompt
@@ -367,22 +363,22 @@ class TurnSampler:
 
     def _no_room(self, num_prompt: int) -> LimitReached:
         """The error for a full context. The attempt need not end: its client may shorten the history."""
-        self._too_long = LimitReached(
+        self._context_error = LimitReached(
             "context",
             f"the conversation has {num_prompt} tokens, which leave no room for an answer in "
             f"rollout.max_model_len={self._limits.max_model_len}",
         )
-        return self._too_long
+        return self._context_error
 
     def _truncated(self, limit: str, text: str) -> LimitReached:
-        self._over = self._over or LimitReached(limit, text)
+        self._end_reason = self._end_reason or LimitReached(limit, text)
         return LimitReached(limit, text)
 
     def _check_open(self) -> None:
-        if isinstance(self._over, LimitReached):
-            raise LimitReached(self._over.limit, str(self._over))
-        if self._over is not None:
-            raise AttemptOver(str(self._over))
+        if isinstance(self._end_reason, LimitReached):
+            raise LimitReached(self._end_reason.limit, str(self._end_reason))
+        if self._end_reason is not None:
+            raise AttemptOver(str(self._end_reason))
 
 
 def _is_cancelled() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.conf.errors import WorkerDied
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.agents.gateway.chat_formats import RenderedFormat, TemplateFormat
-from penstock.workers.agents.gateway.conversation import Format
+from penstock.workers.agents.gateway.conversation import ConversationFormat
 from penstock.workers.agents.gateway.turn_sampler import TurnLimits, TurnSampler
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.protocols import Completion, Sampling
@@ -84,7 +84,7 @@ def tokenizer(template: str = "hermes") -> Any:
     return made
 
 
-def chat_format(template: str = "hermes", tools: str = "hermes") -> Format:
+def chat_format(template: str = "hermes", tools: str = "hermes") -> ConversationFormat:
     """The format of one of the templates; for `qwen3`, the one of the package `renderers`."""
     return RenderedFormat(tokenizer(), QWEN3) if template == QWEN3 else TemplateFormat(tokenizer(template), tools)
 
@@ -127,12 +127,12 @@ class Saying:
             raise
         if self.fails_with is not None:
             raise self.fails_with
-        completion = completion_of(text, sampling, len(self.sampled))
+        completion = to_completion(text, sampling, len(self.sampled))
         self.sampled.append(completion.token_ids)
         return completion
 
 
-def completion_of(text: str, sampling: Sampling, number: int = 0, version: int = 0) -> Completion:
+def to_completion(text: str, sampling: Sampling, number: int = 0, version: int = 0) -> Completion:
     """A text as an engine samples it, with what ends it unless it is cut short."""
     ended, said = text + END, text
     stops = [(text.index(stop), stop) for stop in sampling.stop if stop in text]
@@ -173,7 +173,7 @@ class Dying:
         await self.open.wait()
         if handle in self.dead:
             raise WorkerDied(f"{handle} is gone")
-        return completion_of(f"{handle}", sampling)
+        return to_completion(f"{handle}", sampling)
 
 
 def _next(texts: Any, prompt: str) -> str:

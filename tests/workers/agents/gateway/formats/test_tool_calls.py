@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.workers.agents.gateway.tool_calls import (
     MAX_NESTING,
     READERS,
-    Call,
+    ParsedCall,
     hermes,
     llama3_json,
     mistral,
@@ -29,7 +29,7 @@ ENDS = (
     "</tool_call>", "]", ")]", "</parameter></function>", "</arg_value></tool_call>", "</atem:invoke>",
     "<｜tool▁call▁end｜>", "}<tool_call|>", "]<|tool_call_end|>", "<|call|>",
 )  # fmt: skip
-CALL = [Call("add", {"a": 1, "b": 2})]
+CALL = [ParsedCall("add", {"a": 1, "b": 2})]
 
 
 def test_each_way_of_writing_a_call_is_read() -> None:
@@ -54,7 +54,7 @@ def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
         calls = mistral(text, TOOLS)[1]
         assert [call.id for call in calls] == ["sV1hLtRz8", ""]
         assert [call.id for call in with_ids(calls, 3)] == ["sV1hLtRz8", "c00003001"]
-    twice = [Call("add", {}, "sV1hLtRz8")] * 2
+    twice = [ParsedCall("add", {}, "sV1hLtRz8")] * 2
     assert [call.id for call in with_ids(twice, 0)] == ["c00000000", "c00000001"]
 
 
@@ -62,7 +62,7 @@ def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
 def test_no_arguments_are_none_at_all_however_they_are_written(arguments: str) -> None:
     call = f'{{"name": "add", "arguments": {arguments}}}'
     for text in (f"<tool_call>{call}</tool_call>", f"[TOOL_CALLS]{call}", '[TOOL_CALLS]{"name": "add"}'):
-        assert READERS["hermes" if text[0] == "<" else "mistral"](text, TOOLS) == ("", [Call("add", {})], "")
+        assert READERS["hermes" if text[0] == "<" else "mistral"](text, TOOLS) == ("", [ParsedCall("add", {})], "")
 
 
 def test_arguments_may_be_json_text() -> None:
@@ -144,10 +144,15 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=3))
 def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> None:
     body = json.dumps({"name": "add", "arguments": arguments}, ensure_ascii=True)
-    assert hermes(f"<tool_call>\n{body}\n</tool_call>", TOOLS)[1] == [Call("add", arguments)] or "tool_call>" in body
-    assert mistral(f"[TOOL_CALLS][{body}]", TOOLS)[1] == [Call("add", arguments)]
+    assert (
+        hermes(f"<tool_call>\n{body}\n</tool_call>", TOOLS)[1] == [ParsedCall("add", arguments)] or "tool_call>" in body
+    )
+    assert mistral(f"[TOOL_CALLS][{body}]", TOOLS)[1] == [ParsedCall("add", arguments)]
     values = json.dumps(arguments)
-    assert mistral(f"[TOOL_CALLS]add[ARGS]{values}", TOOLS)[1] == [Call("add", arguments)] or "[TOOL_CALLS]" in values
+    assert (
+        mistral(f"[TOOL_CALLS]add[ARGS]{values}", TOOLS)[1] == [ParsedCall("add", arguments)]
+        or "[TOOL_CALLS]" in values
+    )
 
 
 @given(st.text(alphabet='<>{}[]()",:=ad1 \n/tool_call', max_size=60))

@@ -15,7 +15,7 @@ from anthropic.types.message_create_params import MessageCreateParamsBase
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from penstock.workers.agents.gateway.request_options import CHAT, MESSAGES, RESPONSES, Options
+from penstock.workers.agents.gateway.request_options import CHAT, MESSAGES, RESPONSES, OptionTable
 from tests.workers.agents.gateway.chat_models import ADD, call_text, text_of
 from tests.workers.agents.gateway.http.serving import USER, gateway, play
 
@@ -45,12 +45,12 @@ def options_of_vllm(file: str, name: str) -> set[str]:
     ],
     ids=["chat", "chat of vLLM", "responses", "responses of vLLM", "messages", "beta messages", "messages of vLLM"],
 )
-def test_the_table_lists_what_clients_can_send(table: Options, known: set[str]) -> None:
+def test_the_table_lists_what_clients_can_send(table: OptionTable, known: set[str]) -> None:
     assert known - (table.honoured | table.harmless | table.refused.keys() | table.without_effect) == set()
 
 
 @pytest.mark.parametrize("table", [CHAT, RESPONSES, MESSAGES])
-def test_an_option_is_in_one_part_of_the_table(table: Options) -> None:
+def test_an_option_is_in_one_part_of_the_table(table: OptionTable) -> None:
     parts = [table.honoured, table.harmless, table.refused.keys(), table.without_effect]
     names = [name for part in parts for name in part]
     assert len(names) == len({*names})
@@ -68,7 +68,7 @@ def value_for(name: str) -> Any:
      for path, table in (("/chat/completions", CHAT), ("/responses", RESPONSES))
      for name in table.refused],
 )  # fmt: skip
-def test_what_would_change_an_answer_is_refused_to_openais_client(path: str, table: Options, name: str) -> None:
+def test_what_would_change_an_answer_is_refused_to_openais_client(path: str, table: OptionTable, name: str) -> None:
     async def scenario() -> None:
         async with gateway(["never"]) as open_gateway:
             body = {"model": "policy", "messages": [USER], "input": "?", name: value_for(name)}

@@ -13,7 +13,7 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver, DataError, DeadlineExceeded
 from penstock.workers.agents.gateway.client_errors import BadRequest
 from penstock.workers.agents.gateway.client_requests import MOST_VALUES, arguments_of, parsed
-from penstock.workers.agents.gateway.http_server import MAX_BODY_BYTES, AttemptKeys, HttpServer, told_address
+from penstock.workers.agents.gateway.http_server import MAX_BODY_BYTES, AttemptKeys, HttpServer, advertised_host
 from penstock.workers.agents.trajectory import Trajectory, row_columns, segments_of
 from tests.workers.agents.gateway.chat_models import text_of
 from tests.workers.agents.gateway.http.serving import USER, Gateway, gateway, play, until
@@ -44,7 +44,7 @@ async def refused(asking: Any, kind: type[Exception]) -> Any:
     ({"host": "0.0.0.0", "address": "gateway.example"}, "gateway.example"),
 ])  # fmt: skip
 def test_agents_are_told_an_address_that_they_can_reach(given: dict[str, str], told: str) -> None:
-    assert told_address(GatewayConfig(**given), "10.1.2.3") == told
+    assert advertised_host(GatewayConfig(**given), "10.1.2.3") == told
 
 
 def test_a_server_on_every_interface_tells_another_host_and_answers_there() -> None:
