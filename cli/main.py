@@ -29,9 +29,9 @@ EPILOG = """\
 examples:
   penstock run recipe=arithmetic                      a tiny model learns sums, on two CPU cores
   penstock run recipe=arithmetic max_staleness=1      the same, generation one step ahead of training
-  penstock run recipe=gsm8k data.path=train.jsonl     one's own problems
+  penstock run recipe=gsm8k data.path=train.jsonl     your own problems
   penstock validate recipe=gsm8k model=tiny           every key, the dataflow, the checks; starts no actor
-  penstock run recipe=gsm8k                           engines and ranks as is best for the GPUs that are there
+  penstock run recipe=gsm8k                           engines and ranks as is best for the present GPUs
   penstock plan recipe=gsm8k --cluster 1x8:h100       engines and ranks: how many GPUs for which
   penstock simulate recipe=gsm8k --cluster 1x8:h100   who would work when, and wait for whom
 
@@ -91,7 +91,7 @@ WORDS = argument(
     help="recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value",
 )  # fmt: skip
 RUN = argument("run", help="the run's directory or URL")
-KEY = argument("--key", help="the key itself, which ps shows to all on this machine; deprecated")
+KEY = argument("--key", help="the key itself, which ps shows to everyone on this machine; deprecated")
 LENGTHS = argument(
     "--lengths", metavar="MEAN[:SIGMA]",
     help="tokens of a response in the mean, and the spread of their logarithm (default: 0.4 of the most, 0.6)",
@@ -155,7 +155,7 @@ def _load(overrides: Sequence[str]) -> Any:
 
     if not overrides:
         raise ConfigError(
-            "nothing said about what to run. Name a recipe, like recipe=arithmetic, or a directory with a "
+            "no recipe is named. Name one, like recipe=arithmetic, or a directory with a "
             f"recipe.yaml of your own, recipe=DIRECTORY. Penstock brings: {', '.join(packaged_recipes())}."
         )
     return load_config(overrides)
@@ -182,7 +182,7 @@ def _announce(text: str) -> None:
     "run", "train", WORDS,
     argument(
         "--retries", type=int, default=0, metavar="N",
-        help="when the command itself is killed or loses its cluster, go on up to N times from where it was",
+        help="restart up to N times, from where the run was, when the command is killed or loses its cluster",
     ),
     description="Train.",
 )  # fmt: skip
@@ -230,7 +230,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         help="with the key that clients need, tml-… (default: TINKER_API_KEY, or one that is made and printed)",
     ),
     description="Serve a base model to loops that are written for the SDK `tinker`: adapters are trained on this "
-    "cluster and sampled from, each request exactly once. Killed or not, the same command goes on where it was.",
+    "cluster and sampled from, each request exactly once. After a kill the same command continues where it was.",
 )  # fmt: skip
 def _serve(arguments: argparse.Namespace) -> int:
     need_extra("serve", "penstock serve")
@@ -283,12 +283,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     argument("--cluster", metavar="NxG:KIND,…", help="take them from the cost model of GPUs instead"),
     LENGTHS,
     PILOT,
-    argument("--dropped", type=float, default=0.0, metavar="SHARE", help="that each filter drops"),
+    argument("--dropped", type=float, default=0.0, metavar="SHARE", help="share of groups that each filter drops"),
     argument(
         "--faults", metavar="HOURS[:SECONDS]",
         help="mean hours until a member is lost, and seconds until another is there (default: none; 60)",
     ),
-    argument("--join", action="append", metavar="SECOND:N", help="so many engines join then"),
+    argument("--join", action="append", metavar="SECOND:N", help="N engines join at that second"),
     argument("--directory", metavar="DIR", help="for a directory of the run, which penstock ui shows"),
     description="Play the dataflow of a run through its own ledger on a virtual clock: who works when, who waits for "
     "whom. Starts nothing.",
@@ -296,7 +296,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _simulate(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
     from penstock.planner.plan_view import wide_console
-    from penstock.planner.simulation.view import run
+    from penstock.planner.simulation.simulate_view import run
 
     run(config, arguments, wide_console())
     return 0
@@ -311,7 +311,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     argument("--directory", metavar="DIR", help="for its runs (default: sweeps/RECIPE)"),
     argument("--jobs", type=int, metavar="N", help="side by side (default: as there is room)"),
     description="Run every combination, as many at a time as the machine or the cluster has room for. The same command "
-    "again goes on where it was.",
+    "again continues where it was.",
 )  # fmt: skip
 def _sweep(arguments: argparse.Namespace) -> int:
     _announce("reading the runs of the sweep")
@@ -331,7 +331,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     argument("runs", nargs="+", help="a run's directory or URL, e.g. runs/arithmetic-20260101-120000"),
     argument(
         "--band", action="store_true",
-        help="make of these runs, of different seeds, the band that others of their recipe are compared with",
+        help="make the band that runs of their recipe are compared with from these runs of different seeds",
     ),
 )  # fmt: skip
 def _report(arguments: argparse.Namespace) -> int:
@@ -344,7 +344,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "ui", "a page about runs, live while they go on",
+    "ui", "a live page about runs",
     argument("runs", nargs="?", default="runs", help="a directory or URL with runs below, or a run (default: runs)"),
     argument("--host", default="127.0.0.1", help="interface; any but loopback asks visitors for a key"),
     argument("--port", type=int, help="0: any (default: the first free one from 8420 on)"),
@@ -390,7 +390,7 @@ def _grafana(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@command("status", "what a run's store is doing right now", RUN)
+@command("status", "what a run's store is doing now", RUN)
 def _status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -401,14 +401,14 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "scale", "more or fewer engines and rewards for a run that goes on", RUN,
+    "scale", "more or fewer engines and reward actors during a run", RUN,
     argument(
         "requests", nargs="+", metavar="role=N",
-        help="rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less",
+        help="rollout=+2, rollout=3, reward=-1: two more, three in all (of each reward stage), one less",
     ),
     argument(
         "--drain", type=float, metavar="S",
-        help="seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)",
+        help="seconds for leaving actors to finish what they have; the rest is returned (default: rollout.drain_s)",
     ),
 )  # fmt: skip
 def _scale(arguments: argparse.Namespace) -> int:
@@ -450,7 +450,7 @@ def _recipes(_: argparse.Namespace) -> int:
 
 
 @command(
-    "keys", "what a key means, and which there are",
+    "keys", "find keys and their meanings",
     argument("words", nargs="*", metavar="WORD", help="parts of its name, or of what it means"),
 )  # fmt: skip
 def _keys(arguments: argparse.Namespace) -> int:

@@ -249,12 +249,12 @@ def way_out(place: str) -> str:
     return f"The one before is {parent}/{PREFIX}{before[-1]}." if before else "There is none before it."
 
 
-def as_told(path: str, directory: RunDirectory) -> str:
+def portable_path(path: str, directory: RunDirectory) -> str:
     """A model's path as other machines know it."""
     return path if directory.url is None or not Path(path).is_absolute() else url_of(Path(path)) or path
 
 
-def as_here(model: str, directory: RunDirectory) -> str:
+def local_path(model: str, directory: RunDirectory) -> str:
     """A model's path in this run, where it is or is to be, by its name in a checkpoint. Raises `CheckpointError`."""
     if not is_url(model):
         return model
@@ -273,7 +273,7 @@ def with_local_models(checkpoint: Checkpoint, directory: RunDirectory) -> Checkp
     `CheckpointError`."""
 
     def brought(model: str) -> str:
-        path = as_here(model, directory)
+        path = local_path(model, directory)
         if is_url(model) and "resumed_models" in Path(path).parts:
             bring_model(model, Path(path))
         return path
@@ -326,7 +326,7 @@ class CheckpointWriter:
         resumed = fleet.resumed
         is_own = resumed is not None and resumed.directory == self._checkpoints.directory(resumed.step)
         self._newest = resumed.step if is_own and resumed is not None else None
-        """Step of the checkpoint that was begun last, or that the run goes on from: it is not written again."""
+        """Step of the checkpoint that was begun last, or that the run resumed from: it is not written again."""
         self._places: dict[str, str] = {}
         """Directory that each rank writes to, by name: on its own disk, where it does not see the driver's."""
         self._left: set[int] = set()
@@ -348,7 +348,7 @@ class CheckpointWriter:
         later. Raises as `begin` does."""
         if not self._config.checkpoint.every_steps:
             return
-        with contextlib.suppress(CheckpointError):  # a place that does not answer is told by the next one
+        with contextlib.suppress(CheckpointError):  # a place that does not answer is reported by the next one
             self._left |= set(await self._checkpoints.apart(self._checkpoints.unfinished))
             if step is None:
                 return
@@ -394,8 +394,8 @@ class CheckpointWriter:
             place, step, start, self._fleet.model_path, dict(self._config.model.paths), config=asdict(self._config),
             head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy", metrics=plain(metrics),
         )  # fmt: skip
-        checkpoint = with_models(checkpoint, lambda model: as_told(model, self._directory))
-        self._writing = asyncio.create_task(self._write_or_say(checkpoint))
+        checkpoint = with_models(checkpoint, lambda model: portable_path(model, self._directory))
+        self._writing = asyncio.create_task(self._write_or_report(checkpoint))
         return time.monotonic() - started
 
     async def _cut(self, step: int) -> PromptStart:
@@ -410,7 +410,7 @@ class CheckpointWriter:
         trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
         directory, epoch = trainer_directory(self._checkpoints.directory(step)), self._fleet.owner.epoch
         self._places = dict.fromkeys([name for name, _ in trainers], directory)
-        with contextlib.suppress(OSError):  # one that cannot be made is told by the ranks
+        with contextlib.suppress(OSError):  # one that cannot be made is reported by the ranks
             self._places = await self._fleet.places(directory)
         while True:
             calls = [(name, handle.begin_saving.remote(self._places[name], epoch)) for name, handle in trainers]
@@ -453,8 +453,8 @@ class CheckpointWriter:
         if strict and error is not None:
             raise error
 
-    async def _write_or_say(self, checkpoint: Checkpoint) -> PenstockError | None:
-        """Write a checkpoint. Returns its error, which is told and counted, if any."""
+    async def _write_or_report(self, checkpoint: Checkpoint) -> PenstockError | None:
+        """Write a checkpoint. Returns its error, which is reported and counted, if any."""
         try:
             await self._write(checkpoint)
             return None
@@ -500,7 +500,7 @@ class CheckpointWriter:
         by_rank = zip(self._places.values(), saved, strict=True)
         brought = [file.name for place, files in by_rank if place != checkpoint.trainer for file in files]
         await self._checkpoints.apart(self._sync_lines)  # one that counts has the lines of all steps before
-        await asyncio.to_thread(self._directory.bring, BRING_S)
+        await asyncio.to_thread(self._directory.upload_now, BRING_S)
         await self._checkpoints.apart(self._checkpoints.seal, checkpoint, parts, brought)
         removed = await self._checkpoints.apart(self._checkpoints.prune)
         num_bytes = sum(file.num_bytes for file in checkpoint.files)
@@ -518,7 +518,7 @@ class CheckpointWriter:
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
-    """Results of the calls. Raises the error that explains the others, once no call writes any longer."""
+    """Results of the calls. Raises the error that explains the rest, once no call writes any longer."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     if failures := [result for result in results if isinstance(result, BaseException)]:
         raise cause_of(failures)

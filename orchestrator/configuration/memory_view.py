@@ -24,6 +24,7 @@ from penstock.orchestrator.cluster.placement.assignment import Assignment
 from penstock.orchestrator.cluster.placement.nodes import Node, titles
 from penstock.orchestrator.configuration.model_shape import KNOWN, TOWERS, ModelShape, fresh_shape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
+from penstock.orchestrator.configuration.rank_memory import PARTS
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.run_memory import (
     CACHE,
@@ -119,9 +120,6 @@ def _of_hub(name: str, may_fetch: bool) -> str | None:
         return str(hf_hub_download(name, "config.json"))
     found = try_to_load_from_cache(name, "config.json")
     return found if isinstance(found, str) else None
-
-
-PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "logits", "publication")
 
 
 @dataclass(frozen=True)

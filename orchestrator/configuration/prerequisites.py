@@ -322,7 +322,7 @@ def check_trackers(tracking: TrackingConfig) -> str:
     return ", ".join(CHECKS[name](tracking) for name in tracking.sinks if name in CHECKS)
 
 
-def need(sink: str, modules: str, packages: str) -> None:
+def need_modules(sink: str, modules: str, packages: str) -> None:
     """Raise `ConfigError` if a module of a sink cannot be found."""
     if any(find_spec(module) is None for module in modules.split()):
         raise ConfigError(
@@ -339,7 +339,7 @@ def _try_directory(given: str | None, key: str, variable: str) -> None:
 
 def _wandb(tracking: TrackingConfig) -> str:
     """Check that W&B has a key; without one it would ask for it during the run."""
-    need("wandb", "wandb", "wandb")
+    need_modules("wandb", "wandb", "wandb")
     _try_directory(tracking.wandb.directory, "tracking.wandb.directory", "WANDB_DIR")
     import wandb  # late: half a second
 
@@ -354,15 +354,15 @@ def _wandb(tracking: TrackingConfig) -> str:
 
 
 def _mlflow(tracking: TrackingConfig) -> str:
-    need("mlflow", "mlflow", "mlflow-skinny")
+    need_modules("mlflow", "mlflow", "mlflow-skinny")
     uri = tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None or uri.startswith("sqlite:"):
-        need("mlflow", "sqlalchemy alembic", "sqlalchemy alembic")
+        need_modules("mlflow", "sqlalchemy alembic", "sqlalchemy alembic")
     return f"mlflow at {hide_in(uri or 'mlflow.db in output_dir')}"
 
 
 def _trackio(tracking: TrackingConfig) -> str:
-    need("trackio", "trackio", "trackio")
+    need_modules("trackio", "trackio", "trackio")
     _try_directory(tracking.trackio.directory, "tracking.trackio.directory", "TRACKIO_DIR")
     server = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
     if server:

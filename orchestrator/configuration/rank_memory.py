@@ -31,6 +31,8 @@ from penstock.orchestrator.configuration.model_shape import ModelShape, TowerSha
 FLOAT32 = 4
 
 
+PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "logits", "publication")
+"""Parts of a rank's memory."""
 MASTER, MOMENTS = 4, 8
 """Bytes of a float32 weight, and of AdamW's two moments of it."""
 WHOLE_LOGIT, TILE_ON_CPU = 16, 8 * 2**20
@@ -152,7 +154,7 @@ def rank_memory(setting: RankSetting) -> RankMemory:
     if setting.shape.tower is not None and not setting.trains_tower:
         moments["tower"] = _at_tower(setting, setting.shape.tower)
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
-    parts = resident | parts | {"publication": setting.copied_bytes}
+    parts = dict.fromkeys(PARTS, 0.0) | resident | parts | {"publication": setting.copied_bytes}
     return RankMemory(parts, moment, on_host, _offloaded_activations(setting))
 
 
@@ -164,16 +166,16 @@ def _resident(setting: RankSetting) -> tuple[dict[str, float], float]:
     shards, b = setting.num_shards, setting.element_bytes
     if not setting.is_trained:
         is_whole = setting.config.zero_stage in (1, 2)
-        return {"weights": setting.num_parameters * b / (1 if is_whole else shards), "moments": 0.0}, 0.0
+        return {"weights": setting.num_parameters * b / (1 if is_whole else shards)}, 0.0
     weights = MASTER * setting.num_parameters / shards
     moments = MOMENTS * setting.num_trained / shards
     if setting.config.zero_stage:
         copies = b * setting.num_parameters / (shards if setting.config.zero_stage == 3 else 1)
         if _is_offloaded(setting):
-            return {"weights": copies, "moments": 0.0}, weights + moments + MASTER * setting.num_trained / shards
+            return {"weights": copies}, weights + moments + MASTER * setting.num_trained / shards
         return {"weights": weights + copies, "moments": moments}, 0.0
     if _is_offloaded(setting):
-        return {"weights": 0.0, "moments": 0.0}, weights + moments + MASTER * setting.num_trained / shards
+        return {}, weights + moments + MASTER * setting.num_trained / shards
     return {"weights": weights, "moments": moments}, 0.0
 
 
@@ -249,7 +251,6 @@ def _in_layer(setting: RankSetting, layer: int) -> dict[str, float]:
             + layer_temporaries(setting)
             + _tower_kept(setting)
         ),
-        "logits": 0.0,
     }
 
 
@@ -260,8 +261,6 @@ def _at_end(setting: RankSetting) -> dict[str, float]:
     return {
         "gradients": _gradients(setting, 1.0) + of_root * setting.root_parameters * setting.trains_root,
         "gathered weights": _gathered(setting, 0, 0),
-        "activations": 0.0,
-        "logits": 0.0,
     }
 
 
@@ -276,10 +275,8 @@ def _at_tower(setting: RankSetting, tower: TowerShape) -> dict[str, float]:
             gathered += 2 * setting.element_bytes * tower.block_parameters
     of_patch = tower.block_saved(setting.element_bytes) + setting.element_bytes * tower.width
     return {
-        "gradients": 0.0,
         "gathered weights": gathered,
         "activations": num_patches * (of_patch + FLOAT32 * tower.patch_numbers),
-        "logits": 0.0,
     }
 
 
@@ -298,7 +295,6 @@ def _tower_kept(setting: RankSetting) -> float:
 def _scoring(setting: RankSetting) -> dict[str, float]:
     """A pass without gradient: one layer at a time, then the logits."""
     return {
-        "gradients": 0.0,
         "gathered weights": _gathered(setting, 2, setting.shape.num_layers) if setting.num_shards > 1 else 0.0,
         "activations": layer_saved(setting),
         "logits": 0.0 if setting.is_scalar else _budget(setting),

@@ -31,6 +31,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -413,6 +414,8 @@ def _trained(memory: RunMemory) -> list[float]:
     return [float(whole)] * len(memory.trained)
 
 
+AUTO_KEYS = ("rollout.gpu_memory_utilization", "trainer.activation_checkpointing", "trainer.max_tokens_per_microbatch")
+"""Keys that may be `auto`."""
 SPARE = 0.08
 """Share of a GPU that stays free."""
 MOST_OF_GPU = 0.9
@@ -433,9 +436,7 @@ def choose_auto(memory: RunMemory) -> RunMemory:
     if config.trainer.activation_checkpointing == AUTO:
         kept = _with_values(memory, "trainer", activation_checkpointing=False)
         usual = _with_tokens(kept, min(DEFAULT_TOKENS, kept.config.trainer.microbatch_tokens))
-        keeps = (
-            _fits(usual) and not config.trainer.activation_offload
-        )  # of which layers' inputs alone are little to copy
+        keeps = _fits(usual) and not config.trainer.activation_offload  # which copies less where layers are recomputed
         memory = kept if keeps else _with_values(memory, "trainer", activation_checkpointing=True)
     if config.trainer.max_tokens_per_microbatch == AUTO:
         memory = _largest(memory)
@@ -444,17 +445,9 @@ def choose_auto(memory: RunMemory) -> RunMemory:
 
 def chosen(before: RunConfig, after: RunConfig) -> list[str]:
     """What was chosen, as on the command line."""
-    pairs = (
-        ("rollout.gpu_memory_utilization", before.rollout, after.rollout),
-        ("trainer.activation_checkpointing", before.trainer, after.trainer),
-        ("trainer.max_tokens_per_microbatch", before.trainer, after.trainer),
-    )
-    told = []
-    for key, old, new in pairs:
-        name = key.partition(".")[2]
-        if getattr(old, name) != getattr(new, name):
-            told.append(f"{key}={str(getattr(new, name)).lower()}")
-    return told
+    values = attrgetter(*AUTO_KEYS)
+    changes = zip(AUTO_KEYS, values(before), values(after), strict=True)
+    return [f"{key}={str(new).lower()}" for key, old, new in changes if old != new]
 
 
 def _largest(memory: RunMemory) -> RunMemory:
@@ -476,12 +469,9 @@ def _engine_share(memory: RunMemory) -> float:
             free -= memory.ranks["policy"].parts["weights"]
         else:
             free *= config.rollout.num_gpus_per_worker
-    share = min(MOST_OF_GPU * min(1.0, _gpus_of_engine(config)), free / memory.gpu_bytes)
+    gpus = 1.0 if shares_gpus(config) else min(1.0, config.rollout.num_gpus_per_worker)
+    share = min(MOST_OF_GPU * gpus, free / memory.gpu_bytes)
     return max(0.01, math.floor(100 * share) / 100)
-
-
-def _gpus_of_engine(config: RunConfig) -> float:
-    return 1.0 if shares_gpus(config) else config.rollout.num_gpus_per_worker
 
 
 def _fits(memory: RunMemory) -> bool:

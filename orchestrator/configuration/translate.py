@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,34 +197,32 @@ def _value(text: str) -> Any:
 def show(path: str, console: Console, target: str | None = None, words: Sequence[str] = ()) -> int:
     """Print the recipe, or write it to the file `target`, and say what was not translated and whether the recipe can
     start. `words`: more of their keys. Returns the exit code. Raises `ConfigError`."""
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     framework, found = translated(read(path) | keys_of(words))
     recipe = as_yaml(framework, found)
     if target is None:
-        console.print(recipe, markup=False, highlight=False, soft_wrap=True, end="")
+        say(recipe, end="")
     else:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         Path(target).write_text(recipe, encoding="utf-8")
-        console.print(f"{len(found.became)} keys of {framework.name} are in {target}", highlight=False)
+        say(f"{len(found.became)} keys of {framework.name} are in {target}")
     if found.assumed:
         said = ", ".join(f"{key}={value}" for key, value in found.assumed.items())
-        console.print(f"\nnot said there, and taken: {said}", markup=False, highlight=False, soft_wrap=True)
+        say(f"\nnot said there, and taken: {said}")
     if found.lost:
         console.print(f"\n[yellow]not translated[/], {len(found.lost)} keys:", highlight=False)
     for key, why in found.lost:
         console.print(f"  [bold]{key}[/]: ", end="", highlight=False)
-        console.print(why, markup=False, highlight=False, soft_wrap=True)
+        say(why)
     console.print()
     try:
         said = check(recipe)
     except PenstockError as error:
         console.print("[red]the recipe does not start yet[/]: ", end="", highlight=False)
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        say(str(error))
         return error.exit_code
     where = "DIRECTORY" if target is None else Path(target).parent
-    console.print(
-        f"checked: {said}. `penstock validate recipe={where}` looks at its model, data and machine.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    say(f"checked: {said}. `penstock validate recipe={where}` checks its model, data and machine.")
     return 0
 
 

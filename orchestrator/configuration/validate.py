@@ -88,7 +88,7 @@ class Check:
 
     name: str
     look: Callable[[], str]
-    is_told: bool = False
+    is_reported: bool = False
     """True if a run prints the result when it starts; otherwise only `penstock validate` does."""
 
 
@@ -114,19 +114,19 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
     (train,) = flow.of_kind("train")
     yield Check("loss", lambda: check_loss(train.function, flow.columns))
     if runs_code(config):
-        yield Check("sandbox", lambda: check_sandbox(config), is_told=not is_elsewhere())
+        yield Check("sandbox", lambda: check_sandbox(config), is_reported=not is_elsewhere())
     states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
     if states and config.checkpoint.every_steps:
         yield Check("states", lambda: _states(states))
     if flow.has_environment:
         yield Check("environment", lambda: _environment(config))
-        yield Check("tool calls", lambda: _format_of(config).describe_tools(), is_told=True)
+        yield Check("tool calls", lambda: _format_of(config).describe_tools(), is_reported=True)
     yield Check("data", lambda: _data(config, flow))
     if config.data.curriculum.by is not None:
         yield Check("curriculum", lambda: _curriculum(config, flow))
     if flow.rows_are in ("demonstrations", "preferences"):
-        yield Check("rewritten turns", lambda: _turns(config, flow), is_told=True)
-    yield Check("rows left out", lambda: _left_out(config, flow), is_told=True)
+        yield Check("rewritten turns", lambda: _turns(config, flow), is_reported=True)
+    yield Check("rows left out", lambda: _left_out(config, flow), is_reported=True)
     others = [stage for stage in flow.stages if _needs_path(stage)]
     if others:
         yield Check("other models", lambda: ", ".join(_other_model(config, stage) for stage in others))
@@ -150,17 +150,18 @@ def check_run(run: ResolvedRun, tell: Callable[[str], None] | None = None) -> No
     run says of what was found."""
     for check in checks(run):
         found = check.look()
-        if found and check.is_told and tell is not None:
+        if found and check.is_reported and tell is not None:
             tell(f"{check.name}: {found}")
 
 
 def validate_run(config: RunConfig, console: Console) -> int:
     """Print all that is known of the run, and all its faults. Returns the exit code."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     console.rule("configuration", align="left")
     console.print(to_yaml(config).rstrip(), highlight=False, markup=False)
     run = resolve(config)
     console.rule("dataflow", align="left")
-    console.print(draw(run.flow), highlight=False, markup=False, soft_wrap=True)
+    say(draw(run.flow))
     view = PlacementView.of(run.plan, run.config)
     console.rule("actors", align="left")
     console.print(view.actors())
@@ -179,11 +180,10 @@ def validate_run(config: RunConfig, console: Console) -> int:
             exit_code = max(exit_code, error.exit_code)
             console.print(f"[red]✗[/] {check.name}: ", end="")
             first = known.setdefault(str(error), check.name)
-            said = str(error) if first == check.name else f"as of {first}, above"
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
+            say(str(error) if first == check.name else f"as of {first}, above")
         else:
             console.print(f"[green]✓[/] {check.name}: ", end="")
-            console.print(found or "none", highlight=False, markup=False, soft_wrap=True)
+            say(found or "none")
     return exit_code
 
 

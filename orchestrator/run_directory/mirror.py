@@ -226,7 +226,7 @@ TOLD_NAMES = 3
 
 
 class Mirror:
-    """Lifecycle: `begin`, `bring` at any time, and `close` or `discard` at the end."""
+    """Lifecycle: `begin`, `upload_now` at any time, and `close` or `discard` at the end."""
 
     def __init__(self, directory: Path, url: str, tracking: TrackingConfig, failed_writes: FailedWrites) -> None:
         self._directory, self._url, self._failed_writes = directory, url, failed_writes
@@ -241,7 +241,7 @@ class Mirror:
         """Number of passes since the last that brought what was due."""
         self._changed = threading.Condition()
         self._asked, self._done = 0, 0
-        """Numbers of passes that were asked for by `bring`, and of those that are over."""
+        """Numbers of passes that were asked for by `upload_now`, and of those that are over."""
         self._closing, self._abandoned = False, False
         self._thread: threading.Thread | None = None
 
@@ -251,7 +251,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
-    def bring(self, timeout_s: float) -> bool:
+    def upload_now(self, timeout_s: float) -> bool:
         """Upload all files as they are now. Returns whether they were uploaded in time. An upload that hangs is not
         waited for again."""
         with self._changed:
@@ -287,7 +287,7 @@ class Mirror:
                 self._failed_writes.tell(_missing_message(missing, self._url, self._directory))
         return missing
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Upload nothing more: another process owns the directory."""
         with self._changed:
             self._abandoned = self._closing = True

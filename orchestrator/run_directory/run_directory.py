@@ -233,10 +233,10 @@ class RunDirectory:
             self._mirror = Mirror(self.path, self.url, tracking, self.failed_writes)
             self._mirror.begin()
 
-    def bring(self, timeout_s: float) -> None:
+    def upload_now(self, timeout_s: float) -> None:
         """Upload all files to the URL, as far as that can be done in time."""
         if self._mirror is not None:
-            self._mirror.bring(timeout_s)
+            self._mirror.upload_now(timeout_s)
 
     def rewind(self, config: RunConfig, step: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again; None: none go.
@@ -286,7 +286,7 @@ class RunDirectory:
                 closing.callback(lock.release)
             closing.callback(self._close_files)  # again: the mirror's trouble is an event
             if self._mirror is not None:
-                closing.callback(self._mirror.leave if self.owned_by_other else self._mirror.close)
+                closing.callback(self._mirror.abandon if self.owned_by_other else self._mirror.close)
             closing.callback(self._close_files)
             if self._files and not self.owned_by_other:
                 self.write_timeline()

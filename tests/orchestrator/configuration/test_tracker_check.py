@@ -6,7 +6,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.prerequisites import check_trackers, need
+from penstock.orchestrator.configuration.prerequisites import check_trackers, need_modules
 from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.validate import checks
 
@@ -31,7 +31,7 @@ def test_an_unknown_sink_is_refused_with_the_known_ones() -> None:
 
 def test_a_package_that_is_missing_is_told_with_the_command_that_brings_it() -> None:
     with pytest.raises(ConfigError, match="`pip install its-package`"):
-        need("sink", "a_module_of_no_package", "its-package")
+        need_modules("sink", "a_module_of_no_package", "its-package")
 
 
 def test_a_mode_of_the_environment_is_checked_as_the_key_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_a_line_that_is_half_written_does_not_come() -> None:
     directory.log_metrics({"step": 1})
     with directory.metrics_file.open("a") as file:
         file.write('{"step":')
-    directory.bring(20)
+    directory.upload_now(20)
     assert at_url("metrics.jsonl") == '{"step": 1}\n'
     directory.close()
 
@@ -109,11 +109,11 @@ def test_failed_uploads_are_told_once_counted_and_made_later(remote: type[Flaky]
     directory.failed_writes.set_printer(told.append)
     remote.refused["metrics.jsonl"] = error
     directory.log_metrics({"step": 1})
-    directory.bring(20)
-    directory.bring(20)
+    directory.upload_now(20)
+    directory.upload_now(20)
     assert directory.failed_writes.metrics() == {"recording/lost": 0.0, "recording/waiting": 1.0}
     remote.refused.clear()
-    directory.bring(20)
+    directory.upload_now(20)
     assert directory.failed_writes.waiting[KIND] == 0
     directory.close()
     cannot, works = told
@@ -153,8 +153,8 @@ def test_one_that_hangs_is_waited_for_no_longer_than_its_deadline(remote: type[F
     directory.failed_writes.set_printer(told.append)
     remote.hangs.clear()
     directory.event("start")
-    directory.bring(0.1)
-    directory.bring(3600.0)  # not waited for again
+    directory.upload_now(0.1)
+    directory.upload_now(3600.0)  # not waited for again
     directory.close()
     assert told[0].startswith("upload: cannot be written: no end within 0.1 s.")
     assert told[-1].startswith("upload: 4 file(s) are missing")
@@ -164,7 +164,7 @@ def test_one_that_hangs_is_waited_for_no_longer_than_its_deadline(remote: type[F
 def test_a_run_that_is_refused_leaves_nothing_there() -> None:
     directory = new_run()
     directory.event("start")
-    directory.bring(20)
+    directory.upload_now(20)
     assert names()
     directory.discard()
     assert names() == []
@@ -229,4 +229,4 @@ def test_a_mirror_that_never_began_ends_at_once(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, URL)
     mirror = Mirror(tmp_path, URL, load_config([]).tracking, directory.failed_writes)
     assert mirror.close() == []
-    assert not mirror.bring(1.0)
+    assert not mirror.upload_now(1.0)
