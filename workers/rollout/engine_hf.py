@@ -2,31 +2,16 @@
 understand.
 
 `generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt,
-the seed and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after
-group; the event loop stays free. Where adapters are published it adds them to the weights that it started with. `load`
-runs between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the tokens before
-stays as it was. `generate_group` is the synchronous core, for straight-line programs. `sample` does the same with one
-of many adapters, which come by name and are exchanged between groups (`hf_adapters.py`).
+the seed and the weights alone, and not on other requests or on timing. All compute happens in one thread, group after
+group; the event loop stays free. `load` runs between two decode steps: tokens sampled afterwards carry the new version,
+and the KV cache of the tokens before stays as it was. Where adapters are published the engine adds them to the weights
+that it started with. `generate_group` is the synchronous core, for straight-line programs. `sample` does the same with
+one of many adapters, which come by name and are exchanged between groups (`MergedAdapters`).
 
-A group of responses to one prompt, as the hf engine samples it: what is asked for, and what has come of it.
+The file has the sampling distribution as pure functions of logits (temperature, min-p, top-k, top-p, in vLLM's order),
+prompts with pictures, a group while it grows, the adapters, and the engine.
 
-What transformers' models that see are called with: the prompt with its pictures, and each token after it.
-
-Positions are given with every call. A model's own are found by what it has read last: after a prompt with pictures, the
-tokens that follow a text without any would be placed as if it had some.
-
-The sampling distribution as pure functions of logits: temperature, min-p, top-k, top-p, in vLLM's order.
-
-Shapes: B sequences, V vocabulary.
-
-Adapters of the hf engine, by name: the one that is asked for is merged into the model's weights. Or whole models, of
-which the one that is asked for stands in their place.
-
-    use(a) ─▶ W of its layers stands for W + alpha / rank * B @ A ─▶ use(None) ─▶ W
-
-The model's own parameters are never written to: a layer is given another one while it is adapted. So the base comes
-back to the bit, and merged weights depend on nothing that was served in between. A head that shares its weights with
-the embedding is adapted alone.
+Shapes: B sequences, L tokens of the prompt, V vocabulary.
 """
 
 import asyncio
@@ -46,8 +31,7 @@ import torch
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, UnknownAdapter, WeightError, WorkerDied
 from penstock.metering.meters import Meters
 from penstock.workers.models.routed_experts import RoutingRecorder
-from penstock.workers.pictures.families import auto_class
-from penstock.workers.pictures.processor import PictureProcessor, check_seen
+from penstock.workers.pictures.processor import PictureProcessor, auto_class, check_pictures
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import (
     AdapterLimits,
@@ -56,119 +40,20 @@ from penstock.workers.protocols import (
     EngineSpec,
     Publication,
     SampleCall,
-    Sampled,
     SampledTokens,
     SampleOutput,
     Sampling,
+    SamplingProgress,
     TopTokens,
 )
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
-from penstock.workers.rollout.named_adapters import check_adapter, check_whole, factors_of
-from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after
+from penstock.workers.rollout.named_adapters import check_adapter, check_whole, split_factors
+from penstock.workers.rollout.prompt_scores import PromptScores, check_call, needs_prompt_scores, response_room
 from penstock.workers.weights.checkpoint_form import CheckpointForm, check_model, nonfinite_weights
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.publication_files import MappedWeights
 
-
-class HfAdapters:
-    """Lifecycle: `add`, `drop` and `find` from any thread; `use` and `set_aside` from the one that computes.
-
-    Memory: the adapters themselves, and a second copy of the layers that the one in use changes.
-    """
-
-    def __init__(self, lm: Any, limits: AdapterLimits | None) -> None:
-        self._lm, self._limits = lm, limits
-        self._states: dict[str, AdapterState] = {}
-        self._used: AdapterState | None = None
-        self._base: dict[str, torch.nn.Parameter] = {}
-        """The model's own weights that others stand for now, by their names."""
-        self._merged: dict[str, torch.nn.Parameter] = {}
-        """Room for other weights, which one adapter after the other takes."""
-
-    def names(self) -> list[str]:
-        return list(self._states)
-
-    def add(self, name: str, state: AdapterState) -> None:
-        """Keep an adapter; nothing for a name that is there. Raises `DataError` for layers that the model does not
-        have, and for a rank beyond the limits."""
-        if name not in self._states:
-            if state.spec.is_whole:
-                check_whole(name, state, {key: tuple(one.shape) for key, one in self._lm.named_parameters()})
-            else:
-                check_adapter(name, state, self._shape_of, self._limits)
-            self._states[name] = state.for_sampling()
-
-    def drop(self, name: str) -> None:
-        """Forget an adapter, if it is there. One in use stays so until the next `use`."""
-        self._states.pop(name, None)
-
-    def find(self, name: str | None) -> AdapterState | None:
-        """The adapter, for `use`. Raises `UnknownAdapter`."""
-        if name is None:
-            return None
-        if name not in self._states:
-            raise UnknownAdapter(f"adapter {name!r}: the engine does not have it. Add it before you sample from it.")
-        return self._states[name]
-
-    @torch.inference_mode()
-    def use(self, state: AdapterState | None) -> None:
-        """Change the model's weights to those with an adapter, or to its own."""
-        if state is self._used:
-            return
-        for name, weight in self._base.items():
-            self._set(name, weight)
-        self._base = {}
-        if state is not None and state.spec.is_whole:
-            self._replace(state)
-        elif state is not None:
-            scale = state.spec.alpha / state.spec.rank
-            for layer, (a, b) in factors_of(state).items():
-                self._merge(layer, scale * (torch.from_numpy(b) @ torch.from_numpy(a)))
-        self._used = state
-
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Show the model's own weights within the block, which may change them. The room of merged ones is given
-        back."""
-        used = self._used
-        self.use(None)
-        self._merged.clear()
-        yield
-        self.use(used)
-
-    def _merge(self, layer: str, delta: torch.Tensor) -> None:
-        name = f"{layer}.weight"
-        base = self._lm.get_parameter(name)
-        self._stand_for(base, [name], base.float() + delta.to(base.device))
-
-    def _replace(self, state: AdapterState) -> None:
-        """Let a whole model's weights stand in the place of the model's own; a tied one in each of its places."""
-        places: dict[int, list[str]] = {}
-        for name, weight in self._lm.named_parameters(remove_duplicate=False):
-            places.setdefault(id(weight), []).append(name)
-        weights = dict(self._lm.named_parameters())
-        for name, values in state.weights().items():
-            self._stand_for(weights[name], places[id(weights[name])], torch.from_numpy(values))
-
-    def _stand_for(self, base: torch.nn.Parameter, names: list[str], values: torch.Tensor) -> None:
-        """Put values in the place of a weight, under all of these names of it."""
-        if names[0] not in self._merged:
-            self._merged[names[0]] = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
-        self._merged[names[0]].copy_(values)
-        for name in names:
-            self._base[name] = base
-            self._set(name, self._merged[names[0]])
-
-    def _set(self, name: str, weight: torch.nn.Parameter) -> None:
-        module, _, own = name.rpartition(".")
-        setattr(self._lm.get_submodule(module), own, weight)
-
-    def _shape_of(self, layer: str) -> tuple[int, int] | None:
-        try:
-            module = self._lm.get_submodule(layer)
-        except AttributeError:
-            return None
-        return (module.out_features, module.in_features) if isinstance(module, torch.nn.Linear) else None
+T = TypeVar("T")
 
 
 def sampling_logprobs(logits_BV: torch.Tensor, sampling: Sampling, banned: Sequence[int] = ()) -> torch.Tensor:
@@ -233,8 +118,12 @@ def _nucleus(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class SeenPrompt:
-    """Legend: B rows of a group, L tokens of the prompt."""
+class PicturePrompt:
+    """A prompt with its pictures, as transformers' vision models are called with it, and each token after it.
+
+    Positions are given with every call. A model's own are found by what it has read last: after a prompt with pictures,
+    the tokens that follow a text without any would be placed as if it had some.
+    """
 
     inputs: Mapping[str, torch.Tensor]
     """Arguments of the forward pass of the prompt, beside its tokens."""
@@ -244,7 +133,7 @@ class SeenPrompt:
     @classmethod
     def of(
         cls, lm: Any, processor: PictureProcessor, prompt_ids: Sequence[int], pictures: PromptPictures | None
-    ) -> "SeenPrompt":
+    ) -> "PicturePrompt":
         """Read a prompt. Raises `DataError` where tokens and pictures do not belong together."""
         features, family = processor.checked_features(prompt_ids, pictures), processor.family
         positions_1L = torch.arange(len(prompt_ids))[None]
@@ -269,8 +158,8 @@ class SeenPrompt:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the responses of a group are sampled by."""
+class GroupRequest:
+    """The request for the responses of a group."""
 
     prompt_ids: Sequence[int]
     num_samples: int
@@ -284,7 +173,7 @@ class Request:
 
 
 @dataclass
-class Response:
+class ResponseRow:
     """A row of a group while it grows."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -305,7 +194,113 @@ class Response:
         return SampledTokens(self.token_ids, self.logprobs, self.finish_reason or "length", top)
 
 
-T = TypeVar("T")
+class MergedAdapters:
+    """Adapters by name, of which the requested one is merged into the model's weights. Or whole models, of which the
+    requested one takes the place of the model's weights.
+
+        use(a) ─▶ W of its layers becomes W + alpha / rank * B @ A ─▶ use(None) ─▶ W
+
+    The model's own parameters are never written to: a layer is given another one while it is adapted. So the base comes
+    back to the bit, and merged weights depend on nothing that was served in between. A head that shares its weights
+    with the embedding is adapted alone.
+
+    Lifecycle: `add`, `drop` and `find` from any thread; `use` and `base_weights` from the one that computes. Memory:
+    the adapters themselves, and a second copy of the layers that the one in use changes.
+    """
+
+    def __init__(self, lm: Any, limits: AdapterLimits | None) -> None:
+        self._lm, self._limits = lm, limits
+        self._states: dict[str, AdapterState] = {}
+        self._used: AdapterState | None = None
+        self._base: dict[str, torch.nn.Parameter] = {}
+        """The model's own weights that others stand for now, by their names."""
+        self._merged: dict[str, torch.nn.Parameter] = {}
+        """Room for other weights, which one adapter after the other takes."""
+
+    def names(self) -> list[str]:
+        return list(self._states)
+
+    def add(self, name: str, state: AdapterState) -> None:
+        """Keep an adapter; nothing for a name that is there. Raises `DataError` for layers that the model does not
+        have, and for a rank beyond the limits."""
+        if name not in self._states:
+            if state.spec.is_whole:
+                check_whole(name, state, {key: tuple(one.shape) for key, one in self._lm.named_parameters()})
+            else:
+                check_adapter(name, state, self._shape_of, self._limits)
+            self._states[name] = state.for_sampling()
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter, if it is there. One in use stays so until the next `use`."""
+        self._states.pop(name, None)
+
+    def find(self, name: str | None) -> AdapterState | None:
+        """The adapter, for `use`. Raises `UnknownAdapter`."""
+        if name is None:
+            return None
+        if name not in self._states:
+            raise UnknownAdapter(f"adapter {name!r}: the engine does not have it. Add it before you sample from it.")
+        return self._states[name]
+
+    @torch.inference_mode()
+    def use(self, state: AdapterState | None) -> None:
+        """Change the model's weights to those with an adapter, or to its own."""
+        if state is self._used:
+            return
+        for name, weight in self._base.items():
+            self._set(name, weight)
+        self._base = {}
+        if state is not None and state.spec.is_whole:
+            self._replace(state)
+        elif state is not None:
+            scale = state.spec.alpha / state.spec.rank
+            for layer, (a, b) in split_factors(state).items():
+                self._merge(layer, scale * (torch.from_numpy(b) @ torch.from_numpy(a)))
+        self._used = state
+
+    @contextmanager
+    def base_weights(self) -> Iterator[None]:
+        """Show the model's own weights within the block, which may change them. The room of merged ones is given
+        back."""
+        used = self._used
+        self.use(None)
+        self._merged.clear()
+        yield
+        self.use(used)
+
+    def _merge(self, layer: str, delta: torch.Tensor) -> None:
+        name = f"{layer}.weight"
+        base = self._lm.get_parameter(name)
+        self._substitute(base, [name], base.float() + delta.to(base.device))
+
+    def _replace(self, state: AdapterState) -> None:
+        """Let a whole model's weights stand in the place of the model's own; a tied one in each of its places."""
+        places: dict[int, list[str]] = {}
+        for name, weight in self._lm.named_parameters(remove_duplicate=False):
+            places.setdefault(id(weight), []).append(name)
+        weights = dict(self._lm.named_parameters())
+        for name, values in state.weights().items():
+            self._substitute(weights[name], places[id(weights[name])], torch.from_numpy(values))
+
+    def _substitute(self, base: torch.nn.Parameter, names: list[str], values: torch.Tensor) -> None:
+        """Put values in the place of a weight, under all of these names of it."""
+        if names[0] not in self._merged:
+            self._merged[names[0]] = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
+        self._merged[names[0]].copy_(values)
+        for name in names:
+            self._base[name] = base
+            self._set(name, self._merged[names[0]])
+
+    def _set(self, name: str, weight: torch.nn.Parameter) -> None:
+        module, _, own = name.rpartition(".")
+        setattr(self._lm.get_submodule(module), own, weight)
+
+    def _shape_of(self, layer: str) -> tuple[int, int] | None:
+        try:
+            module = self._lm.get_submodule(layer)
+        except AttributeError:
+            return None
+        return (module.out_features, module.in_features) if isinstance(module, torch.nn.Linear) else None
 
 
 class HfEngine:
@@ -318,7 +313,7 @@ class HfEngine:
         """Starting weights that adapters change."""
         self.model: Any = None
         self._form = CheckpointForm(None)
-        self._adapters = HfAdapters(None, spec.adapters)
+        self._adapters = MergedAdapters(None, spec.adapters)
         self._processor: PictureProcessor | None = None
         """Processor of the model's pictures; None for a model of text."""
         self._banned: tuple[int, ...] = ()
@@ -345,14 +340,14 @@ class HfEngine:
         `DataError` for a structure, and for pictures that do not belong to the prompt or that the model cannot see,
         `WorkerDied` once closed."""
         group = partial(self.generate_group, prompt_ids, num_samples, sampling, pictures=pictures)
-        return await self._computed(group, num_samples, sampling)
+        return await self._run_group(group, num_samples, sampling)
 
     async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, as `AdapterEngine` says it: the same bits for the same call and adapter."""
         self._executor()
         check_call(call, self.model.config.get_text_config().vocab_size)
         group = partial(self._sample_group, self._adapters.find(adapter), call)
-        return await self._computed(group, call.num_samples, call.sampling)
+        return await self._run_group(group, call.num_samples, call.sampling)
 
     async def add_adapter(self, name: str, state: AdapterState) -> None:
         self._executor()
@@ -365,7 +360,7 @@ class HfEngine:
     def adapters(self) -> list[str]:
         return self._adapters.names()
 
-    async def _computed(self, group: Callable[..., T], num_samples: int, sampling: Sampling) -> T:
+    async def _run_group(self, group: Callable[..., T], num_samples: int, sampling: Sampling) -> T:
         """Compute a group in the engine's thread, once it is awake. `group`: takes the event `is_over`."""
         if sampling.structure:
             raise DataError("the hf engine samples without structure: set rollout.engine=vllm.")
@@ -384,7 +379,7 @@ class HfEngine:
         """Load a publication. Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step
         takes longer than the deadline."""
         executor = self._executor()
-        mapped = await asyncio.to_thread(self._checked, publication)
+        mapped = await asyncio.to_thread(self._open_checked, publication)
         done: Future[None] = Future()
         self._interrupts.append((lambda: self._exchange(mapped, publication.version), done))
         executor.submit(self._run_interrupts)
@@ -405,7 +400,7 @@ class HfEngine:
         executor = self._executor()
         self._awake.clear()
         if self._config.num_gpus_per_worker:
-            await asyncio.get_running_loop().run_in_executor(executor, self._leave)
+            await asyncio.get_running_loop().run_in_executor(executor, self._move_to_host)
 
     async def wake(self) -> None:
         executor = self._executor()
@@ -413,15 +408,15 @@ class HfEngine:
             await asyncio.get_running_loop().run_in_executor(executor, self.model.to, "cuda")
         self._awake.set()
 
-    def _leave(self) -> None:
-        with self._adapters.set_aside():
+    def _move_to_host(self) -> None:
+        with self._adapters.base_weights():
             self.model.to("cpu")
 
     async def version(self) -> int:
         return self._version
 
-    def sampled(self) -> Sampled:
-        return Sampled(self._num_tokens, self._num_in_flight, self._tokens_in_flight)
+    def sampled(self) -> SamplingProgress:
+        return SamplingProgress(self._num_tokens, self._num_in_flight, self._tokens_in_flight)
 
     async def close(self) -> None:
         """Stop. Groups in flight end with `WorkerDied`."""
@@ -441,7 +436,7 @@ class HfEngine:
         dtype = getattr(torch, self._config.dtype)
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)
-            self._processor = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
+            self._processor = PictureProcessor.of_or_none(self._spec.model_path, self._spec.picture_digest)
             kind = auto_class(AutoConfig.from_pretrained(self._spec.model_path))
             check_model(self._spec.model_path)
             self.model = kind.from_pretrained(self._spec.model_path, dtype=dtype).eval()
@@ -450,7 +445,7 @@ class HfEngine:
         self._detokenizer = Detokenizer(tokenizer)
         self._banned = () if self._processor is None else self._processor.token_ids
         self._form = CheckpointForm(self.model)
-        self._adapters = HfAdapters(self.model, self._spec.adapters)
+        self._adapters = MergedAdapters(self.model, self._spec.adapters)
         if self._config.router_replay:
             self._recorder = RoutingRecorder(self.model)
         if self._config.num_gpus_per_worker:
@@ -468,7 +463,7 @@ class HfEngine:
         another thread when the responses are no longer wanted; they end then."""
         self._adapters.use(None)
         stop_ids = self._detokenizer.stop_ids(sampling.stop)
-        request = Request(prompt_ids, num_samples, sampling, pictures, is_over, stop_ids)
+        request = GroupRequest(prompt_ids, num_samples, sampling, pictures, is_over, stop_ids)
         return [self._completion(response) for response in self._responses(request)]
 
     @torch.inference_mode()
@@ -476,34 +471,34 @@ class HfEngine:
         """Answer a call in this thread."""
         self._adapters.use(state)
         stop_ids = self._detokenizer.stop_ids(call.sampling.stop) | {*call.stop_ids}
-        request = Request(
+        request = GroupRequest(
             call.prompt_ids, call.num_samples, call.sampling, call.pictures, is_over, stop_ids, call.topk_logprobs,
         )  # fmt: skip
         self._room(call.prompt_ids, call.sampling)
         scores = PromptScores(call, self.model.config.get_text_config().vocab_size)
-        if asks_of_prompt(call):
+        if needs_prompt_scores(call):
             inputs, _ = self._inputs(request)
             scores.fill(self.model(**inputs).logits[0])
             if self._recorder is not None:
                 self._recorder.take()
         return scores.output([response.sampled(call.topk_logprobs) for response in self._responses(request)])
 
-    def _inputs(self, request: Request) -> tuple[dict[str, torch.Tensor], SeenPrompt | None]:
+    def _inputs(self, request: GroupRequest) -> tuple[dict[str, torch.Tensor], PicturePrompt | None]:
         """Arguments of the forward pass of the prompt, and what is seen in it."""
         prompt_ids, pictures = request.prompt_ids, request.pictures
-        check_seen(self._processor, pictures, self._config.max_pictures, self._spec.model_path)
-        seen = None if self._processor is None else SeenPrompt.of(self.model, self._processor, prompt_ids, pictures)
+        check_pictures(self._processor, pictures, self._config.max_pictures, self._spec.model_path)
+        seen = None if self._processor is None else PicturePrompt.of(self.model, self._processor, prompt_ids, pictures)
         inputs = {"input_ids": torch.tensor([list(prompt_ids)], device=self.model.device)}
         return inputs | ({} if seen is None else dict(seen.inputs)), seen
 
-    def _responses(self, request: Request) -> list[Response]:
+    def _responses(self, request: GroupRequest) -> list[ResponseRow]:
         """Sample the responses to one prompt under the weights that the model has now."""
         from transformers import DynamicCache
 
         num_samples, sampling, is_over = request.num_samples, request.sampling, request.is_over
         num_tokens = self._room(request.prompt_ids, sampling)
         uniforms = None if sampling.temperature == 0 else draw_uniforms(num_samples, num_tokens, sampling.seed)
-        responses = [Response() for _ in range(num_samples)]
+        responses = [ResponseRow() for _ in range(num_samples)]
         active = list(range(num_samples))
         cache = DynamicCache(config=self.model.config)
         inputs, seen = self._inputs(request)
@@ -533,10 +528,10 @@ class HfEngine:
         return responses
 
     def _room(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
-        return min(sampling.max_tokens, room_after(prompt_ids, self._config.max_model_len))
+        return min(sampling.max_tokens, response_room(prompt_ids, self._config.max_model_len))
 
     def _extend(
-        self, responses: list[Response], chosen_B: torch.Tensor, logprobs_BV: torch.Tensor, request: Request
+        self, responses: list[ResponseRow], chosen_B: torch.Tensor, logprobs_BV: torch.Tensor, request: GroupRequest
     ) -> None:
         """Add a token to each response that is not done, and note which of them end with it."""
         sampling = request.sampling
@@ -559,7 +554,7 @@ class HfEngine:
                 if starts:
                     response.text, response.finish_reason = text[: min(starts)], "stop"
 
-    def _completion(self, response: Response) -> Completion:
+    def _completion(self, response: ResponseRow) -> Completion:
         text = self._detokenizer.text(response.token_ids) if response.text is None else response.text
         return Completion(
             response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length",
@@ -586,12 +581,12 @@ class HfEngine:
             else:
                 done.set_result(None)
 
-    def _checked(self, publication: Publication) -> MappedWeights:
+    def _open_checked(self, publication: Publication) -> MappedWeights:
         """Open the publication, with its checksums verified and tensors compared to the model's. Raises
         `WeightError`."""
         mapped = MappedWeights(publication)
         mapped.verify()
-        state = self._places()
+        state = self._replaceable_tensors()
         missing: list[str] = []
         if self._adapter is None:
             shapes = {name: place.shape for name, place in mapped.manifest.layout.by_name.items()}
@@ -610,8 +605,8 @@ class HfEngine:
 
     @torch.inference_mode()
     def _exchange(self, mapped: MappedWeights, version: int) -> None:
-        with self._adapters.set_aside():
-            state = self._places()
+        with self._adapters.base_weights():
+            state = self._replaceable_tensors()
             for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
                 state[name].copy_(tensor)
         self._version = version
@@ -622,7 +617,7 @@ class HfEngine:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         return {part.name for name in names for part in self._form.parts(name, shapes[name])}
 
-    def _places(self) -> dict[str, torch.Tensor]:
+    def _replaceable_tensors(self) -> dict[str, torch.Tensor]:
         """What a publication may replace, by its names there: views of the model's tensors, or where adapters come
         those themselves."""
         state = self.model.state_dict()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from penstock.conf.errors import WorkerDied
 from penstock.metering.meters import Meters
 from penstock.workers.pictures.prompt_pictures import PromptPictures
-from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampled, Sampling
+from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling, SamplingProgress
 
 Length = Callable[[Sequence[int], int], int]
 """Function from `(prompt_ids, sample_index)` to the number of response tokens."""
@@ -103,13 +103,13 @@ class ScriptedEngine:
         self._check_open()
         return self._versions[-1]
 
-    def sampled(self) -> Sampled:
+    def sampled(self) -> SamplingProgress:
         now = asyncio.get_running_loop().time()
         groups = [
             [self._so_far(length, now - started) for length in lengths] for started, lengths in self._in_flight.values()
         ]
         so_far = sum(map(sum, groups))
-        return Sampled(self._num_tokens + so_far, sum(map(len, groups)), so_far)
+        return SamplingProgress(self._num_tokens + so_far, sum(map(len, groups)), so_far)
 
     async def close(self) -> None:
         self._closed = True

@@ -60,8 +60,7 @@ from penstock.conf.weights import STREAMS
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.models.routed_experts import RoutingShape
-from penstock.workers.pictures.families import Family
-from penstock.workers.pictures.processor import PictureProcessor, check_seen, hash_of
+from penstock.workers.pictures.processor import Family, PictureProcessor, check_pictures, hash_of
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.protocols import (
     WHOLE,
@@ -69,16 +68,16 @@ from penstock.workers.protocols import (
     EngineSpec,
     Publication,
     SampleCall,
-    Sampled,
     SampledTokens,
     SampleOutput,
     Sampling,
+    SamplingProgress,
     TopTokens,
 )
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
-from penstock.workers.rollout.prompt_scores import PromptScores, asks_of_prompt, check_call, room_after
+from penstock.workers.rollout.prompt_scores import PromptScores, check_call, needs_prompt_scores, response_room
 from penstock.workers.runtime.processes import SETTINGS
-from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, Part
+from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, StreamPart
 from penstock.workers.weights.publication.publication_files import MappedWeights
 from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
@@ -164,8 +163,8 @@ class VllmEngine:
         that the model cannot see, `WorkerDied` when the engine is gone."""
         parameters = sampling_params(num_samples, sampling, self._banned, self._detokenizer)
         output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
-        finished = partial(completion_of, detokenized=bool(sampling.stop), routing=self._routing)
-        return [finished(sample, self._detokenizer) for sample in outputs_of(output, num_samples)]
+        finished = partial(to_completion, detokenized=bool(sampling.stop), routing=self._routing)
+        return [finished(sample, self._detokenizer) for sample in samples_of_output(output, num_samples)]
 
     async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
@@ -178,12 +177,12 @@ class VllmEngine:
         scores, output = PromptScores(call, vocabulary), None
         async with self._adapter_in_use(adapter) as lora:
             answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
-            if asks_of_prompt(call):
+            if needs_prompt_scores(call):
                 output = await answer(request.scored())
                 request.fill(scores, output)
             if output is None or call.num_samples > 1:
                 output = await answer(request.samples(call.num_samples))
-        return scores.output([request.sampled(sample) for sample in outputs_of(output, call.num_samples)])
+        return scores.output([request.sampled(sample) for sample in samples_of_output(output, call.num_samples)])
 
     @asynccontextmanager
     async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
@@ -223,7 +222,7 @@ class VllmEngine:
         self.check_alive()
         await self._call("connecting to the trainer", self._announce(init_info))
 
-    async def deliver(self, part: Part) -> None:
+    async def deliver(self, part: StreamPart) -> None:
         """Take a part of a streamed version; returns when it is loaded, or raises why not."""
         self.check_alive()
         await self._inbox.put(part)
@@ -267,10 +266,10 @@ class VllmEngine:
         self.check_alive()
         return int(await self.llm.get_weight_version())
 
-    def sampled(self) -> Sampled:
-        now = sampled_so_far(self.llm.output_processor) if self.llm is not None else Sampled(0, 0)
+    def sampled(self) -> SamplingProgress:
+        now = request_progress(self.llm.output_processor) if self.llm is not None else SamplingProgress(0, 0)
         waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
-        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
+        return SamplingProgress(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
 
     async def nonfinite_weights(self) -> list[str]:
         self.check_alive()
@@ -307,13 +306,13 @@ class VllmEngine:
 
             check_model(self._spec.model_path)
             try:
-                self._pictures = PictureProcessor.if_it_sees(self._spec.model_path, self._spec.picture_digest)
+                self._pictures = PictureProcessor.of_or_none(self._spec.model_path, self._spec.picture_digest)
                 family = self._pictures.family if self._pictures is not None else None
                 arguments = AsyncEngineArgs(**engine_arguments(self._spec, family))
                 loggers = [] if self._stats is None else [self._stats.logger]
                 self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=cast(Any, loggers))
             except (RuntimeError, ValueError, OSError) as error:
-                told = explained(str(error), self._output.tail())
+                told = failure_message(str(error), self._output.tail())
                 raise ResourceError(
                     f"the vLLM engine for {self._spec.model_path} did not start: {told}\nIts memory is set by "
                     "rollout.kv_cache_gib and rollout.max_model_len, on a GPU by rollout.gpu_memory_utilization."
@@ -337,7 +336,7 @@ class VllmEngine:
 
     async def _prompt(self, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
         """vLLM's form of a prompt. Features of pictures are computed in a thread."""
-        check_seen(self._pictures, pictures, self._config.max_pictures, self._spec.model_path)
+        check_pictures(self._pictures, pictures, self._config.max_pictures, self._spec.model_path)
         if self._pictures is None:
             return {"prompt_token_ids": prompt_ids}
         return await asyncio.to_thread(picture_prompt, self._pictures, prompt_ids, pictures)
@@ -347,7 +346,7 @@ class VllmEngine:
     ) -> Any:
         """vLLM's output for one request, once the engine is awake and loads nothing."""
         self.check_alive()
-        room_after(prompt_ids, self._config.max_model_len)
+        response_room(prompt_ids, self._config.max_model_len)
         prompt = await self._prompt(list(prompt_ids), pictures)
         await self._awake.wait()
         while not self._admission.is_set():  # another load may have begun between the event and this task's turn
@@ -418,7 +417,7 @@ class VllmEngine:
         try:
             if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
                 await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
-                if self._pictures is not None and not self._keeps_seen:  # and what they have seen in pictures
+                if self._pictures is not None and not self._keeps_encoder_cache:  # and what they have seen in pictures
                     await self._phase(delivery, "pause", self.llm.reset_encoder_cache())
             await self._begin(delivery)
         except PenstockError:
@@ -463,12 +462,12 @@ class VllmEngine:
         await self._phase(delivery, "load", self.llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     @property
-    def _keeps_seen(self) -> bool:
+    def _keeps_encoder_cache(self) -> bool:
         """True if what has been seen in pictures is what the next version would see, too."""
         return self._pictures is not None and self._spec.tower_is_frozen
 
     async def _pause(self, delivery: Delivery) -> None:
-        keeps = self._keeps_seen
+        keeps = self._keeps_encoder_cache
         try:
             await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=not keeps))
             if keeps:
@@ -541,7 +540,7 @@ class VllmEngine:
     def _died(self, reason: object) -> WorkerDied:
         self._broken = self._broken or str(reason)
         codes = [child.exitcode for child in self._children if child.exitcode]
-        told = explained(str(reason), self._output.tail(), ", ".join(map(how_ended, codes)))
+        told = failure_message(str(reason), self._output.tail(), ", ".join(map(how_ended, codes)))
         return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {told}")
 
     def check_alive(self) -> None:
@@ -627,7 +626,7 @@ class VllmRequest:
 def sampling_params(
     num_samples: int, sampling: Sampling, banned: Sequence[int] = (), detokenizer: Detokenizer = NO_TOKENIZER
 ) -> Any:
-    """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`completion_of`), not
+    """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`to_completion`), not
     token by token. `banned`: tokens that are never sampled, also where it is greedy. `detokenizer`: knows which stop
     strings are tokens. Raises `DataError` for a structure that vLLM does not know."""
     from vllm import SamplingParams
@@ -658,12 +657,12 @@ def sampling_params(
     )
 
 
-def outputs_of(output: Any, num_samples: int) -> list[Any]:
+def samples_of_output(output: Any, num_samples: int) -> list[Any]:
     """The samples of a request. vLLM makes one greedy sample alone: it counts as often as it was asked for."""
     return list(output.outputs) * (num_samples // len(output.outputs))
 
 
-def completion_of(
+def to_completion(
     sample: Any, detokenizer: Detokenizer, *, detokenized: bool, routing: RoutingShape | None = None
 ) -> Completion:
     """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already. `routing`: of the
@@ -679,13 +678,13 @@ def completion_of(
     return Completion(token_ids, logprobs, versions, text, sample.finish_reason, experts)
 
 
-def sampled_so_far(processor: Any) -> Sampled:
+def request_progress(processor: Any) -> SamplingProgress:
     """Counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
     Samples of a group that are done wait for the others with the group."""
     samples = processor.request_states.values()
     done = [sample for group in processor.parent_requests.values() for sample in group.output_aggregator if sample]
     num_tokens = sum(sample.detokenizer.num_output_tokens() for sample in samples)
-    return Sampled(num_tokens + sum(len(sample.token_ids) for sample in done), len(samples))
+    return SamplingProgress(num_tokens + sum(len(sample.token_ids) for sample in done), len(samples))
 
 
 def picture_prompt(processor: PictureProcessor, prompt_ids: list[int], pictures: PromptPictures | None) -> Any:
@@ -945,11 +944,11 @@ class EngineOutput:
             return False
 
 
-def explained(reason: str, output: str, ended: str = "") -> str:
+def failure_message(reason: str, output: str, ended: str = "") -> str:
     """The message for an engine that failed with `reason`: the cause in its output, if it has one, and the output's
     last lines. `ended`: how its processes did."""
-    lines = [line for line in map(_bare, output.splitlines()) if line]
-    cause = cause_in(lines)
+    lines = [line for line in map(_without_origin, output.splitlines()) if line]
+    cause = find_cause(lines)
     if cause is None and not _POINTS_ELSEWHERE.search(reason):
         return reason
     told = cause or (f"its process ended: {ended}" if ended else "it ended without saying why")
@@ -958,13 +957,13 @@ def explained(reason: str, output: str, ended: str = "") -> str:
     return "\n".join([told, "The end of its output:", *(f"  {line}" for line in lines[-SHOWN_LINES:]), reason])
 
 
-def cause_in(lines: list[str]) -> str | None:
+def find_cause(lines: list[str]) -> str | None:
     """The last error raised in these lines that does not point to another one."""
     raised = [line for line in lines if _RAISED.match(line) and not _POINTS_ELSEWHERE.search(line)]
     return raised[-1] if raised else None
 
 
-def _bare(line: str) -> str:
+def _without_origin(line: str) -> str:
     """The line without the process, the logger, and what underlines a traceback."""
     text = _LOG.sub("", _ORIGIN.sub("", line)).rstrip(" ^\r")
     return text if len(text) <= MAX_LINE_CHARS else text[: MAX_LINE_CHARS - 1] + "…"

@@ -24,7 +24,7 @@ import numpy as np
 from penstock.conf.errors import ConfigError, DataError, DeadlineExceeded, UnknownAdapter, WeightError, WorkerDied
 from penstock.conf.trainer import LoraConfig
 from penstock.metering.meters import Meters
-from penstock.workers.pictures.families import auto_class
+from penstock.workers.pictures.processor import auto_class
 from penstock.workers.protocols import WHOLE, AdapterLimits, AdapterSpec, AdapterState, EngineSpec, Publication
 from penstock.workers.rollout.engine_vllm import LORA_RANKS, START_KEY, VllmEngine
 from penstock.workers.rollout.named_adapters import Shape, check_adapter, check_whole, write_peft
@@ -34,8 +34,8 @@ from penstock.workers.weights.publication.adapter import (
     CONFIG_NAME,
     FILE_NAME,
     adapted_layers,
+    adapter_layout,
     layer_shapes,
-    layout_of,
     peft_config,
     tensor_name,
 )
@@ -89,7 +89,7 @@ class VllmAdapterEngine(VllmEngine):
     async def _create(self) -> None:
         look = partial(adapted_layers, serves_mixtures=bool(self._config.num_gpus_per_worker))
         self._layers = await asyncio.to_thread(look, self._spec.model_path, self._adapter)
-        self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))
+        self._folder.stage_zeros(self._version, adapter_layout(self._layers, self._adapter, self._config.dtype))
         await super()._create()
         call = self.llm.add_lora(self._lora_request())
         try:

@@ -13,7 +13,7 @@ from penstock.workers.weights.publication.adapter import (
     CONFIG_NAME,
     FILE_NAME,
     LETTERS,
-    ends,
+    last_parts,
     layer_of,
     peft_config,
     tensor_name,
@@ -22,7 +22,7 @@ from penstock.workers.weights.publication.adapter import (
 Shape = tuple[int, int]
 
 
-def factors_of(state: AdapterState) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def split_factors(state: AdapterState) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A `[rank, in]` and B `[out, rank]` of each layer, float32. Raises `DataError` where one of the two is missing,
     and for what is neither."""
     weights = state.weights()
@@ -43,7 +43,7 @@ def check_adapter(
     rank = state.spec.rank
     if limits is not None and rank > limits.max_rank:
         raise DataError(f"adapter {name!r}: rank {rank} is more than serve.max_rank={limits.max_rank}.")
-    for layer, (a, b) in factors_of(state).items():
+    for layer, (a, b) in split_factors(state).items():
         shape = shape_of(layer)
         if shape is None:
             raise DataError(f"adapter {name!r}: the engine serves no adapter of {layer!r}.")
@@ -76,6 +76,6 @@ def peft_files(state: AdapterState) -> dict[str, bytes]:
     """Files of an adapter as PEFT writes them: its tensors, and its rank and alpha, by which vLLM scales it."""
     from safetensors.numpy import save
 
-    config = LoraConfig(rank=state.spec.rank, alpha=state.spec.alpha, target_modules=ends(factors_of(state)))
+    config = LoraConfig(rank=state.spec.rank, alpha=state.spec.alpha, target_modules=last_parts(split_factors(state)))
     tensors = {name: np.ascontiguousarray(value) for name, value in state.weights().items()}
     return {FILE_NAME: save(tensors), CONFIG_NAME: json.dumps(peft_config(config)).encode()}

@@ -18,7 +18,7 @@ ROWS = 512
 """Positions whose log-probabilities are computed at once: `ROWS * V` float32 are in memory."""
 
 
-def room_after(prompt_ids: Sequence[int], max_model_len: int) -> int:
+def response_room(prompt_ids: Sequence[int], max_model_len: int) -> int:
     """Tokens that a response may have. Raises `PromptRefused` where it may have none."""
     room = max_model_len - len(prompt_ids)
     if len(prompt_ids) == 0 or room < 1:
@@ -29,7 +29,7 @@ def room_after(prompt_ids: Sequence[int], max_model_len: int) -> int:
     return room
 
 
-def asks_of_prompt(call: SampleCall) -> bool:
+def needs_prompt_scores(call: SampleCall) -> bool:
     """Return whether the prompt's own log-probabilities are asked for."""
     return call.prompt_logprobs or call.topk_prompt_logprobs > 0 or call.target_prompt_ids is not None
 

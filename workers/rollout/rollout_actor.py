@@ -34,9 +34,9 @@ from penstock.workers.rollout.rollout_engines import EngineMeter, ThreadedEngine
 from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker, fault_of
 from penstock.workers.runtime.async_tasks import run_all
 from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, Progress, ServingActor
-from penstock.workers.weights.engine_calls import Delivery, Info, Part, ReceivingEngine
+from penstock.workers.weights.engine_calls import Delivery, Info, ReceivingEngine, StreamPart
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """Seconds between two looks at an engine that is to finish."""
 
 
@@ -127,7 +127,7 @@ class Rollout(ServingActor):
         give_up = time.monotonic() + timeout_s
         await super().drain(timeout_s)
         while self._engine.sampled().num_in_flight and time.monotonic() < give_up:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def generate(
         self,
@@ -139,7 +139,7 @@ class Rollout(ServingActor):
         """Sample `num_samples` responses to each prompt, at the weights that the engine has now. `pictures`: of each
         prompt; none for a run of text."""
         requests = zip(prompts, samplings, pictures or [None] * len(prompts), strict=True)
-        with self._noting_death():
+        with self._recording_death():
             return list(await asyncio.gather(*(self._generate(*request, num_samples) for request in requests)))
 
     async def _generate(
@@ -150,29 +150,29 @@ class Rollout(ServingActor):
 
     async def fault_of(self, prompt_ids: Sequence[int], completion: Completion) -> str:
         """What is wrong with a response to a prompt whose log-probabilities are not finite."""
-        with self._noting_death():
+        with self._recording_death():
             return await fault_of(self._engine, self._spec.name, prompt_ids, completion)
 
     async def add_adapter(self, name: str, state: AdapterState) -> None:
         """Serve an adapter from now on. Raises as `AdapterEngine` does."""
-        with self._noting_death():
-            await self._adapting.add_adapter(name, state)
+        with self._recording_death():
+            await self._adapter_engine.add_adapter(name, state)
 
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter, if it is there; calls of it that are under way end with it."""
-        with self._noting_death():
-            await self._adapting.drop_adapter(name)
+        with self._recording_death():
+            await self._adapter_engine.drop_adapter(name)
 
     async def adapters(self) -> list[str]:
         """Names of the adapters that the engine serves. A new actor's engine has none."""
-        return self._adapting.adapters()
+        return self._adapter_engine.adapters()
 
     async def sample(self, adapter: str | None, call: SampleCall, request_id: str) -> SampleOutput:
         """Sample from an adapter; None: from the published weights. Raises as `AdapterEngine` does, and
         `asyncio.CancelledError` when it was aborted, or cancelled by `ray.cancel`."""
-        task = self._calls[request_id] = asyncio.create_task(self._adapting.sample(adapter, call))
+        task = self._calls[request_id] = asyncio.create_task(self._adapter_engine.sample(adapter, call))
         try:
-            with self._noting_death(), self._meter.sampling(call.num_samples):
+            with self._recording_death(), self._meter.sampling(call.num_samples):
                 return await task
         finally:
             task.cancel()
@@ -185,7 +185,7 @@ class Rollout(ServingActor):
             self._calls[request_id].cancel()
 
     @contextmanager
-    def _noting_death(self) -> Iterator[None]:
+    def _recording_death(self) -> Iterator[None]:
         """Tell `run` of the engine's death, if the block meets it."""
         try:
             yield
@@ -195,7 +195,7 @@ class Rollout(ServingActor):
             raise
 
     @property
-    def _adapting(self) -> AdapterEngine:
+    def _adapter_engine(self) -> AdapterEngine:
         """The engine, if it serves adapters. Raises `ConfigError`."""
         config = self._spec.engine.config
         if not config.capabilities.serves_adapters:
@@ -216,7 +216,7 @@ class Rollout(ServingActor):
         """Connect the engine to the trainer. The trainer's first rank calls it, once, where weights are streamed."""
         await self._engine.connect(init_info)
 
-    async def deliver(self, part: Part) -> None:
+    async def deliver(self, part: StreamPart) -> None:
         """Load a part of a version. The trainer's first rank calls it while `load` runs. Returns when the part is
         loaded."""
         await self._engine.deliver(part)

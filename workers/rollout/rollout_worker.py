@@ -45,11 +45,11 @@ ERROR_WINDOW = 100
 """Number of samples over which the share of bad ones is taken."""
 NUM_SHOWN = 5
 """Tokens of a prompt, or names of weights, in a message."""
-Place = tuple[int, int]
+LeasedGroup = tuple[int, int]
 """A lease and a group of it."""
 Written = tuple[int, int]
 """Numbers of samples and of their tokens."""
-Roll = Callable[[StoreClient, Lease, int, Rows], Awaitable[Written | None]]
+AnswerGroup = Callable[[StoreClient, Lease, int, Rows], Awaitable[Written | None]]
 """Function that answers one group, by its id, and writes; it returns what is to be counted, None for nothing. Raises
 `LeaseSuperseded` and `LeaseExpired`, which are counted, too."""
 
@@ -107,7 +107,8 @@ class RolloutWorker:
         self._engine, self._intake, self._timeout_s, self._greedy = engine, intake, timeout_s, greedy
         self._meter = meter or EngineMeter(engine, None)
         self._errors = ErrorShare(intake.max_error_share, ERROR_WINDOW, "samples", "rollout", EngineFailure)
-        self._loop = GroupLoop(GREEDY_STAGE if greedy else STAGE, intake, self._roll, may_be_answered_twice=not greedy)
+        stage = GREEDY_STAGE if greedy else STAGE
+        self._loop = GroupLoop(stage, intake, self._answer_group, may_be_answered_twice=not greedy)
 
     async def run(self, store: StoreClient) -> None:
         """Serve the store until it closes. Raises `WorkerDied` and `DeadlineExceeded` of the engine, `EngineFailure`
@@ -117,7 +118,7 @@ class RolloutWorker:
     def stats(self) -> dict[str, float]:
         return self._loop.stats()
 
-    async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> Written | None:
+    async def _answer_group(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> Written | None:
         """Generate the responses to one group, then write them."""
         num_samples = 1 if self._greedy else len(rows)
         try:
@@ -130,7 +131,7 @@ class RolloutWorker:
             with suppress(LeaseExpired):
                 await store.write(lease, rows.row_ids, {"greedy_text": [completions[0].text] * len(rows)})
             return None
-        reasons = [self._reason_against(completion) for completion in completions]
+        reasons = [self._drop_reason(completion) for completion in completions]
         fault = ""
         if BAD_LOGPROBS in reasons:
             prompt_ids, bad = rows.arrays("prompt_ids")[0].tolist(), completions[reasons.index(BAD_LOGPROBS)]
@@ -149,7 +150,7 @@ class RolloutWorker:
         self._errors.check()
         return len(kept), sum(len(completion.token_ids) for completion in completions)
 
-    def _reason_against(self, completion: Completion) -> str:
+    def _drop_reason(self, completion: Completion) -> str:
         """The reason to drop a response; empty for one that counts."""
         if not completion.token_ids:
             return "empty_response"
@@ -223,9 +224,10 @@ class GroupLoop:
     """The loop of workers that answer prompts: a task for each group. Lifecycle: `run` returns when the store is
     closed; then it may be called with another."""
 
-    def __init__(self, stage: str, intake: GroupIntake, roll: Roll, *, may_be_answered_twice: bool) -> None:
+    def __init__(self, stage: str, intake: GroupIntake, answer: AnswerGroup, *, may_be_answered_twice: bool) -> None:
         """`may_be_answered_twice`: another worker may be given a group as well."""
-        self._stage, self._intake, self._roll, self._is_answered_twice = stage, intake, roll, may_be_answered_twice
+        self._stage, self._intake, self._answer_group = stage, intake, answer
+        self._is_answered_twice = may_be_answered_twice
         self._clock = BusyClock()
         self._aborted: set[asyncio.Task[None]] = set()
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0, "twice_groups": 0}
@@ -238,7 +240,7 @@ class GroupLoop:
     async def run(self, store: StoreClient) -> None:
         """Answer groups until the store is closed. Raises what a group fails with. However it ends, groups in flight
         are cancelled; a client that has retired finishes them first."""
-        groups: dict[asyncio.Task[None], Place] = {}
+        groups: dict[asyncio.Task[None], LeasedGroup] = {}
         asking: asyncio.Task[Lease | None] | None = None
         others = await self._other_answers(store)
         try:
@@ -269,13 +271,13 @@ class GroupLoop:
         name, most = self._intake.name, self._intake.max_groups
         return await store.lease(self._stage, most, name, max_held=most, num_peers=self._intake.num_workers)
 
-    async def _other_answers(self, store: StoreClient) -> "asyncio.Task[list[Place] | None] | None":
+    async def _other_answers(self, store: StoreClient) -> "asyncio.Task[list[LeasedGroup] | None] | None":
         """A task that waits for the answers of other workers; None where groups are never answered twice."""
         if not self._is_answered_twice or not (await store.spec()).straggler_factor:
             return None
         return asyncio.create_task(store.superseded())
 
-    def _settle(self, task: "asyncio.Task[None]", place: Place) -> None:
+    def _settle(self, task: "asyncio.Task[None]", place: LeasedGroup) -> None:
         """Raise what a group failed with. A cancellation from elsewhere would lose the group silently."""
         is_ours = task in self._aborted
         self._aborted.discard(task)
@@ -284,14 +286,14 @@ class GroupLoop:
         elif not is_ours:
             raise WorkerFailed(f"{self._intake.name}: the task of group {place[1]} was cancelled by what it called.")
 
-    def _abort(self, groups: "dict[asyncio.Task[None], Place]", answered: Sequence[Place]) -> None:
+    def _abort(self, groups: "dict[asyncio.Task[None], LeasedGroup]", answered: Sequence[LeasedGroup]) -> None:
         """Cancel groups that another worker has answered first."""
         for task, place in groups.items():
             if place in answered and task.cancel():
                 self._counts["twice_groups"] += 1
                 self._aborted.add(task)
 
-    def _started(self, store: StoreClient, lease: Lease) -> "dict[asyncio.Task[None], Place]":
+    def _started(self, store: StoreClient, lease: Lease) -> "dict[asyncio.Task[None], LeasedGroup]":
         """Start a task for each group of the lease."""
         tasks = {}
         for group_id, positions in lease.rows.groups():
@@ -303,7 +305,7 @@ class GroupLoop:
 
     async def _answer(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
         try:
-            written = await self._roll(store, lease, group_id, rows)
+            written = await self._answer_group(store, lease, group_id, rows)
         except LeaseSuperseded:
             self._counts["twice_groups"] += 1
         except LeaseExpired:

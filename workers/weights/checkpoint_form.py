@@ -11,7 +11,7 @@ tensor, so that each tensor of the checkpoint is a range of its elements, and a 
 Publications and exports have the checkpoint's form, which engines and `from_pretrained` read; the trainer's states have
 the model's.
 
-*From the checkpoint to the model* (`keys_of_model`, `check_weights`): by the headers of its files, before any is read.
+*From the checkpoint to the model* (`match_keys`, `check_weights`): by the headers of its files, before any is read.
 transformers draws random numbers for what a checkpoint lacks, and says so in a log. Here that is an error, for
 policies, references, teachers, reward models and engines alike. What a caller wants to be new, such as the head of a
 critic, it asks for by name.
@@ -35,19 +35,19 @@ from typing import Any
 
 from penstock.conf.errors import ModelError
 from penstock.workers.models.model_files import ADAPTER_CONFIG, BIN, BIN_INDEX, INDEX, SINGLE, files_of_index
-from penstock.workers.pictures.families import auto_class
+from penstock.workers.pictures.processor import auto_class
 from penstock.workers.weights.piece import Piece
 
 Shape = tuple[int, ...]
 SAFETENSORS = ".safetensors"
 HEAD = "score.weight"
 """Name of the weights of a scalar head."""
-MOST_TOLD = 5
+MOST_SHOWN = 5
 """Most names in a message."""
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointTensor:
     """A tensor of a checkpoint, as elements of one of the model's."""
 
     name: str
@@ -71,9 +71,9 @@ class CheckpointForm:
         """`lm`: a model of transformers, with or without weights or adapters."""
         self._lm = lm
         self._keeps_float32 = keeps_float32(lm)
-        self._parts: dict[str, tuple[Part, ...]] = {}
+        self._parts: dict[str, tuple[CheckpointTensor, ...]] = {}
 
-    def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, name: str, shape: tuple[int, ...]) -> tuple[CheckpointTensor, ...]:
         """The checkpoint's tensors of which transformers makes a tensor of the model, in the order in which they lie in
         it; one for most. Raises `ModelError` for what is made in a way that is not known here."""
         if name not in self._parts:
@@ -112,13 +112,13 @@ class CheckpointForm:
                 continue
             if not isinstance(transform, WeightConverter):
                 renamings.append(transform.reverse_transform())
-            elif stacks(transform):
+            elif is_expert_stack(transform):
                 apart[transform.target_patterns[0]] = transform.reverse_transform()
             else:
                 unknown |= dict.fromkeys(transform.target_patterns, transform)
         return renamings, apart, unknown
 
-    def _parts_of(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def _parts_of(self, name: str, shape: tuple[int, ...]) -> tuple[CheckpointTensor, ...]:
         from transformers.core_model_loading import rename_source_key
 
         renamings, apart, unknown = self._mapping
@@ -131,7 +131,7 @@ class CheckpointForm:
             )
         stored, end = rename_source_key(name, renamings, list(apart.values()), reverse=True)
         if end is None:
-            return (Part(stored, shape, 0),)
+            return (CheckpointTensor(stored, shape, 0),)
         ends = apart[end].target_patterns
         if len(shape) < 2 or ends[0] not in stored or shape[1] % len(ends):
             raise ModelError(
@@ -141,7 +141,7 @@ class CheckpointForm:
         inner = (shape[1] // len(ends), *shape[2:])
         names = [stored.replace(ends[0], other) for other in ends]
         return tuple(
-            Part(key.replace("*", str(expert)), inner, (expert * len(ends) + number) * math.prod(inner))
+            CheckpointTensor(key.replace("*", str(expert)), inner, (expert * len(ends) + number) * math.prod(inner))
             for expert in range(shape[0])
             for number, key in enumerate(names)
         )
@@ -164,7 +164,7 @@ def stacked_experts(lm: Any) -> dict[str, Any]:
     }
 
 
-def stacks(converter: Any) -> bool:
+def is_expert_stack(converter: Any) -> bool:
     """Return whether a converter of transformers stacks one tensor an expert, or several that it joins first by their
     rows: the only ways that are known here."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
@@ -185,7 +185,7 @@ def nonfinite_weights(model: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class KeysOfModel:
+class CheckpointKeys:
     """The keys of a checkpoint that a model's tensors are made of, by transformers' rules for renaming."""
 
     single: dict[str, str] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class KeysOfModel:
         return self.single.keys() | self.stacked.keys() | self.converted.keys()
 
 
-def keys_of_model(lm: Any, keys: Iterable[str]) -> KeysOfModel:
+def match_keys(lm: Any, keys: Iterable[str]) -> CheckpointKeys:
     """Find the tensors of `lm` among the keys of a checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -213,7 +213,7 @@ def keys_of_model(lm: Any, keys: Iterable[str]) -> KeysOfModel:
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known, prefix = lm.state_dict(), lm.base_model_prefix
-    found = KeysOfModel()
+    found = CheckpointKeys()
     several: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
@@ -223,7 +223,7 @@ def keys_of_model(lm: Any, keys: Iterable[str]) -> KeysOfModel:
             found.strange.append(key)
         elif pattern is None:
             found.single[name] = key
-        elif stacks(by_pattern[pattern]):
+        elif is_expert_stack(by_pattern[pattern]):
             several[name][pattern].append(key)
         else:
             targets = by_pattern[pattern].target_patterns
@@ -295,18 +295,18 @@ def check_weights(lm: Any, path: str, key: str = "model.path", new: Collection[s
             f"{key}={path}: has no weights ({SINGLE} or {BIN}, or several files with an index). Save them there: "
             f"model.save_pretrained({path!r})."
         )
-    found = keys_of_model(lm, shapes)
-    lacks, wrong = _lacking(lm, found, new), _misshapen(lm, found, shapes)
+    found = match_keys(lm, shapes)
+    lacks, wrong = _missing_tensors(lm, found, new), _misshapen(lm, found, shapes)
     if lacks or wrong:
-        faults = [f"it lacks {len(lacks)} of {len(lm.state_dict())} tensors: {_some(lacks)}"] if lacks else []
-        faults += [_some(wrong)] if wrong else []
+        faults = [f"it lacks {len(lacks)} of {len(lm.state_dict())} tensors: {_listed(lacks)}"] if lacks else []
+        faults += [_listed(wrong)] if wrong else []
         raise ModelError(
             f"{key}={path}: its weights are not those of {type(lm).__name__}, which its config.json describes: "
             f"{'; '.join(faults)}. {_advice(found.strange, path, is_headless=lacks == [HEAD] and not wrong)}"
         )
 
 
-def _lacking(lm: Any, found: KeysOfModel, new: Collection[str]) -> list[str]:
+def _missing_tensors(lm: Any, found: CheckpointKeys, new: Collection[str]) -> list[str]:
     """Names of tensors that a checkpoint has no key of."""
     present, names_of = found.names, defaultdict(list)
     for name, tensor in lm.state_dict(keep_vars=True).items():
@@ -322,7 +322,7 @@ def _lacking(lm: Any, found: KeysOfModel, new: Collection[str]) -> list[str]:
     ]
 
 
-def _misshapen(lm: Any, found: KeysOfModel, shapes: Mapping[str, Shape]) -> list[str]:
+def _misshapen(lm: Any, found: CheckpointKeys, shapes: Mapping[str, Shape]) -> list[str]:
     """Tensors of another shape than the model's, in words."""
     stored = {name: shapes[key] for name, key in found.single.items()}
     for name, experts in found.stacked.items():
@@ -340,14 +340,14 @@ def _advice(strange: list[str], path: str, *, is_headless: bool) -> str:
         return "A language model has no such head. Choose a reward model, or train one (recipe=reward_model)."
     if any(key.startswith("base_model.model.") or ".base_layer." in key or ".lora_" in key for key in strange):
         return (
-            f"It has names of PEFT's ({_some(strange, 1)}). Merge the adapter before you save: "
+            f"It has names of PEFT's ({_listed(strange, 1)}). Merge the adapter before you save: "
             "model.merge_and_unload().save_pretrained(DIRECTORY)."
         )
-    others = f"It has others: {_some(strange)}. " if strange else ""
+    others = f"It has others: {_listed(strange)}. " if strange else ""
     return f"{others}Save the whole model there: model.save_pretrained({path!r})."
 
 
-def _some(names: list[str], most: int = MOST_TOLD) -> str:
+def _listed(names: list[str], most: int = MOST_SHOWN) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 

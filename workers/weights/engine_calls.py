@@ -15,9 +15,9 @@ shared memory (`publication/`) need none of this: an engine's `load` gets a `Pub
             ▲                                                                        │ part
             └─ answer, once it is loaded ─── the engine's `load` ◀─ Inbox.received ◀─┘
 
-The senders call Ray actors, or engines in an event loop of the same process, and answer for all at once (`Engines`).
-The trainer's first rank gets `ActorEngines` when a run starts; `LoopEngines` is for straight-line programs, benchmarks
-and tests.
+The senders call Ray actors, or engines in an event loop of the same process, and answer for all at once
+(`ReceivingEngines`). The trainer's first rank gets `ActorEngines` when a run starts; `LoopEngines` is for straight-line
+programs, benchmarks and tests.
 
 In an engine, `deliver` puts a part into its `Inbox` and waits; `load`, running at the same time, takes it out and loads
 it, and what loading raises is raised in `deliver` too. All of it runs in the engine's event loop.
@@ -50,7 +50,7 @@ Delivery = Publication | StreamedVersion
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamPart:
     """Some tensors of a version, or the notice that all have been sent."""
 
     version: int
@@ -58,7 +58,7 @@ class Part:
     """vLLM's `update_info`: names, dtypes, shapes, and how to get at the values. None: the end."""
 
 
-class Engines(Protocol):
+class ReceivingEngines(Protocol):
     """All engines of the run as the sending rank reaches them. Calls go to all of them and return once all have
     answered; the first failure is raised as that engine's own error."""
 
@@ -69,7 +69,7 @@ class Engines(Protocol):
     def connect(self, infos: Sequence[Info]) -> None:
         """Connect the engines; vLLM's `init_info`, one for each. Returns when they are ready to receive."""
 
-    def deliver(self, part: Part) -> None:
+    def deliver(self, part: StreamPart) -> None:
         """Deliver a part. Returns when every engine has loaded it; for the end, when every engine serves the
         version."""
 
@@ -79,7 +79,7 @@ class ReceivingEngine(Protocol):
 
     async def connect(self, init_info: Info) -> None: ...
 
-    async def deliver(self, part: Part) -> None: ...
+    async def deliver(self, part: StreamPart) -> None: ...
 
 
 class LoopEngines:
@@ -94,7 +94,7 @@ class LoopEngines:
     def connect(self, infos: Sequence[Info]) -> None:
         self._all([engine.connect(info) for engine, info in zip(self._engines, infos, strict=True)])
 
-    def deliver(self, part: Part) -> None:
+    def deliver(self, part: StreamPart) -> None:
         self._all([engine.deliver(part) for engine in self._engines])
 
     def _all(self, calls: Sequence[Awaitable[None]]) -> None:
@@ -115,7 +115,7 @@ class ActorEngines:
     def connect(self, infos: Sequence[Info]) -> None:
         self._all([handle.connect.remote(info) for (_, handle), info in zip(self._actors, infos, strict=True)])
 
-    def deliver(self, part: Part) -> None:
+    def deliver(self, part: StreamPart) -> None:
         self._all([handle.deliver.remote(part) for _, handle in self._actors])
 
     def _all(self, calls: Sequence[Any]) -> None:
@@ -143,10 +143,10 @@ class Inbox:
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: longest wait for the next part."""
         self._timeout_s = timeout_s
-        self._parts: asyncio.Queue[tuple[Part, asyncio.Future[None]]] = asyncio.Queue()
+        self._parts: asyncio.Queue[tuple[StreamPart, asyncio.Future[None]]] = asyncio.Queue()
         self._refused: tuple[int, Exception] | None = None
 
-    async def put(self, part: Part) -> None:
+    async def put(self, part: StreamPart) -> None:
         """Put a part in; returns when the engine is done with it. The part may come before the engine's `load` has
         begun, or after it has failed."""
         if self._refused is not None and self._refused[0] == part.version:
@@ -174,7 +174,7 @@ class Inbox:
         """
         num_tensors = 0
         while True:
-            with self._answered(*await self._next(coming, num_tensors)) as part:
+            with self._answering(*await self._next(coming, num_tensors)) as part:
                 _check(part, coming, num_tensors)
                 if part.info is None:
                     yield
@@ -182,7 +182,7 @@ class Inbox:
                 await load(part.info)
                 num_tensors += len(part.info["names"])
 
-    async def _next(self, coming: StreamedVersion, num_tensors: int) -> tuple[Part, "asyncio.Future[None]"]:
+    async def _next(self, coming: StreamedVersion, num_tensors: int) -> tuple[StreamPart, "asyncio.Future[None]"]:
         try:
             return await asyncio.wait_for(self._parts.get(), self._timeout_s)
         except TimeoutError:
@@ -193,7 +193,7 @@ class Inbox:
             ) from None
 
     @contextmanager
-    def _answered(self, part: Part, done: "asyncio.Future[None]") -> Iterator[Part]:
+    def _answering(self, part: StreamPart, done: "asyncio.Future[None]") -> Iterator[StreamPart]:
         """Answer the sender whatever happens to its part."""
         failure: Exception | None = WeightError(f"weight sync to version {part.version}: the engine gave it up.")
         try:
@@ -207,7 +207,7 @@ class Inbox:
                 done.set_result(None) if failure is None else done.set_exception(failure)
 
 
-def _check(part: Part, coming: StreamedVersion, num_tensors: int) -> None:
+def _check(part: StreamPart, coming: StreamedVersion, num_tensors: int) -> None:
     phase = f"weight sync to version {coming.version}, phase receive"
     if part.version != coming.version:
         raise WeightError(f"{phase}: the trainer sends version {part.version}.")

@@ -122,7 +122,7 @@ class TensorSpans(NamedTuple):
     """Span of each rank, in order of rank."""
 
 
-def spans_by_tensor(pieces: Iterable[Piece], dtype: str, gather: Callable[[Any], list[Any]]) -> list[TensorSpans]:
+def gather_spans(pieces: Iterable[Piece], dtype: str, gather: Callable[[Any], list[Any]]) -> list[TensorSpans]:
     """Every rank's span of each tensor. `pieces`: this rank's, one a tensor. `dtype`: of the engines. `gather`: a value
     of every rank, in order of rank. Collective. Raises `WeightError` where pieces leave a gap, overlap, or come in
     other orders."""

@@ -4,7 +4,7 @@
     send      engine.send_weights()                                                    all ranks
                 ├─ iterates the source: whole tensors, gathered by all ranks, a bucket at a time
                 └─ on rank 0 calls the client: update_weights(info) … finish_weight_update()
-                                                 └─ Part ─▶ every engine's `deliver`
+                                                 └─ StreamPart ─▶ every engine's `deliver`
 
 vLLM's engines expect a client that calls the other side for every step of a transfer. Here an engine's own `load` does
 that, with its pauses, deadlines and assertions (`rollout/engine_vllm.py`); so the client only carries parts. vLLM is
@@ -39,8 +39,8 @@ from penstock.conf.checks import one_of
 from penstock.conf.errors import ConfigError, DeadlineExceeded, PenstockError, ResourceError, WeightError
 from penstock.conf.weights import STREAMS
 from penstock.workers.weights.checkpoint_form import CheckpointForm, keeps_float32
-from penstock.workers.weights.engine_calls import Engines, Info, Part, StreamedVersion
-from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
+from penstock.workers.weights.engine_calls import Info, ReceivingEngines, StreamedVersion, StreamPart
+from penstock.workers.weights.piece import Piece, Span, gather_spans
 from penstock.workers.weights.vllm.plugin import PICKLED
 
 DEADLINES = 1.5
@@ -103,7 +103,7 @@ class WeightStream:
         """
         self._pieces = pieces
         self._device = device
-        tensors = spans_by_tensor(pieces(), dtype, gather)
+        tensors = gather_spans(pieces(), dtype, gather)
         self._spans = [tensor.spans for tensor in tensors]
         self._metadata = [TensorMeta(each.name, getattr(torch, each.dtype), each.shape) for each in tensors]
         self.num_taken = 0
@@ -182,14 +182,14 @@ def shard_stream(rank: SendingRank) -> Any:
     return ShardStream(rank.module, rank.num_ranks)
 
 
-class PartsClient:
+class StreamClient:
     """vLLM's `VLLMWeightSyncClient`, which rank 0 calls: hands parts to the engines of the run.
 
     Engines start and finish by themselves, so `start_weight_update` has nothing to do and
     `finish_weight_update` says that all has been sent.
     """
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: ReceivingEngines) -> None:
         self._engines = engines
         self.version = 0
         self.alarm = threading.Event()
@@ -204,18 +204,18 @@ class PartsClient:
         for index in range(self._engines.num_engines):
             offset = {"rank_offset": init_info["rank_offset"] + index * step} if "rank_offset" in init_info else {}
             infos.append(init_info | offset)
-        self._carry(lambda: self._engines.connect(infos))
+        self._forward_call(lambda: self._engines.connect(infos))
 
     def start_weight_update(self) -> None:
         pass
 
     def update_weights(self, update_info: Info) -> None:
-        self._carry(lambda: self._engines.deliver(Part(self.version, portable(update_info))))
+        self._forward_call(lambda: self._engines.deliver(StreamPart(self.version, pickle_handles(update_info))))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._carry(lambda: self._engines.deliver(Part(self.version, None)))
+        self._forward_call(lambda: self._engines.deliver(StreamPart(self.version, None)))
 
-    def _carry(self, call: Callable[[], None]) -> None:
+    def _forward_call(self, call: Callable[[], None]) -> None:
         try:
             call()
         except PenstockError as error:
@@ -255,13 +255,13 @@ class StreamTransport:
         self._source: Any = shard_stream(rank) if name == "nccl_m2n" else stream
         self._timeout_s = DEADLINES * timeout_s
         """Longest silence, in seconds: no tensor taken, no engine connected."""
-        self._client: PartsClient | None = None
+        self._client: StreamClient | None = None
         self._broken: str | None = None
 
-    def connect(self, engines: Engines, address: str) -> None:
+    def connect(self, engines: ReceivingEngines, address: str) -> None:
         """Meet the engines, once, before the first version. `address`: host:port on rank 0's node, where they can meet.
         Raises `DeadlineExceeded`, `ResourceError` for a package that is missing, or what an engine raised."""
-        client = self._client = PartsClient(engines)
+        client = self._client = StreamClient(engines)
 
         def meet() -> None:
             start = self.trainer_init or _vllm_trainer_init()
@@ -292,13 +292,13 @@ class StreamTransport:
             engine.shutdown()
         self._broken = self._broken or "it was closed"
 
-    def _run(self, action: Callable[[], None], phase: str, client: PartsClient) -> None:
+    def _run(self, action: Callable[[], None], phase: str, client: StreamClient) -> None:
         """Run an action under the watch. Every way in which it can fail gives one named error, and breaks the
         transport."""
         client.alarm = threading.Event()
         failure: BaseException | None = None
         try:
-            watched(
+            run_watched(
                 action,
                 timeout_s=self._timeout_s,
                 progress=lambda: self._source.num_taken,
@@ -310,11 +310,11 @@ class StreamTransport:
         # An engine's error comes first: what failed here afterwards is its consequence.
         failure = client.failure or failure
         if failure is not None:
-            named = self._named(failure, f"{phase}, trainer rank {self.rank.rank} of {self.rank.num_ranks}")
+            named = self._to_penstock_error(failure, f"{phase}, trainer rank {self.rank.rank} of {self.rank.num_ranks}")
             self._broken = str(named)
             raise named from (None if named is failure else failure)
 
-    def _named(self, failure: BaseException, where: str) -> PenstockError:
+    def _to_penstock_error(self, failure: BaseException, where: str) -> PenstockError:
         if isinstance(failure, PenstockError):
             return failure
         if isinstance(failure, ImportError):
@@ -327,7 +327,7 @@ class StreamTransport:
         return WeightError(f"{where}, {self.name}: {type(failure).__name__}: {failure} ({self._source.position}).")
 
 
-def watched(
+def run_watched(
     action: Callable[[], None],
     *,
     timeout_s: float,
@@ -371,7 +371,7 @@ def _vllm_trainer_init() -> Callable[..., Any]:
     return cast(Callable[..., Any], WeightTransferTrainerFactory.trainer_init)
 
 
-def portable(info: Info) -> Info:
+def pickle_handles(info: Info) -> Info:
     """The info in a form that reaches vLLM's engine process: handles of GPU memory contain classes
     (`vllm/backends.py`)."""
     handles = info.get("ipc_handles")
@@ -380,7 +380,7 @@ def portable(info: Info) -> Info:
     return {key: value for key, value in info.items() if key != "ipc_handles"} | {PICKLED: pickle.dumps(handles)}
 
 
-def ipc_init_info(rank: SendingRank, engines: Engines, address: str, bucket_bytes: int) -> Any:
+def ipc_init_info(rank: SendingRank, engines: ReceivingEngines, address: str, bucket_bytes: int) -> Any:
     """Settings of `ipc`, packed: tensors are copied into one buffer that both processes see, a bucket at a time."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -392,7 +392,7 @@ def _meeting(rank: SendingRank, address: str) -> dict[str, Any]:
     return {"rank": rank.rank, "master_address": host, "master_port": int(port)}
 
 
-def nccl_init_info(rank: SendingRank, engines: Engines, address: str, bucket_bytes: int) -> Any:
+def nccl_init_info(rank: SendingRank, engines: ReceivingEngines, address: str, bucket_bytes: int) -> Any:
     """Settings of `nccl`: rank 0 and all engines' workers connect; the trainer's other ranks only gather."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -404,7 +404,7 @@ def nccl_init_info(rank: SendingRank, engines: Engines, address: str, bucket_byt
     )
 
 
-def m2n_init_info(rank: SendingRank, engines: Engines, address: str, bucket_bytes: int) -> Any:
+def m2n_init_info(rank: SendingRank, engines: ReceivingEngines, address: str, bucket_bytes: int) -> Any:
     """Settings of `nccl_m2n`: all ranks and all workers connect. An engine's workers shard, engines replicate."""
     from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 
@@ -416,7 +416,7 @@ def m2n_init_info(rank: SendingRank, engines: Engines, address: str, bucket_byte
     )
 
 
-INIT_INFOS: dict[str, Callable[[SendingRank, Engines, str, int], Any]] = {
+INIT_INFOS: dict[str, Callable[[SendingRank, ReceivingEngines, str, int], Any]] = {
     "ipc": ipc_init_info, "nccl": nccl_init_info, "nccl_m2n": m2n_init_info,
 }  # fmt: skip
 """Functions `(rank, engines, address, bucket_bytes)` that return vLLM's `TrainerInitInfo` of a transport."""

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from penstock.conf.trainer import LoraConfig
-from penstock.workers.pictures.families import auto_class
+from penstock.workers.pictures.processor import auto_class
 from penstock.workers.protocols import WHOLE, AdapterSpec, AdapterState
 from penstock.workers.weights.publication.adapter import adapted_layers, layer_of, tensor_name
 

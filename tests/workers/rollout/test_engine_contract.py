@@ -9,7 +9,7 @@ import torch
 
 from penstock.conf.errors import PromptRefused, UnknownAdapter, WeightError
 from penstock.workers.fresh_model import BOS, EOS_ID, character_vocabulary
-from penstock.workers.protocols import Completion, Publication, SampleCall, Sampled, Sampling
+from penstock.workers.protocols import Completion, Publication, SampleCall, Sampling, SamplingProgress
 from penstock.workers.rollout import engine_vllm
 from penstock.workers.rollout.engine_hf import sampling_logprobs
 
@@ -209,7 +209,7 @@ def test_a_prompt_without_room_for_a_response_names_the_key(served, num_prompt_t
 
 
 def test_tokens_count_while_their_sample_is_in_flight(served) -> None:
-    async def watched() -> list[Sampled]:
+    async def watched() -> list[SamplingProgress]:
         before = served.engine.sampled()
         sampling = Sampling(max_tokens=300, seed=6, ignore_eos=True)
         group = asyncio.create_task(served.engine.generate(PROMPT, 4, sampling))

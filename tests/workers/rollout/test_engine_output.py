@@ -11,8 +11,8 @@ from penstock.workers.rollout.engine_vllm import (
     SHOWN_LINES,
     TAIL_BYTES,
     EngineOutput,
-    cause_in,
-    explained,
+    failure_message,
+    find_cause,
 )
 
 ABOVE = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
@@ -86,7 +86,7 @@ exception in a background process. See stack trace for root cause.
     ],
 )
 def test_the_cause_is_found_in_the_engines_own_words(output: str, cause: str) -> None:
-    told = explained(ABOVE, output)
+    told = failure_message(ABOVE, output)
     assert told.splitlines()[0] == cause
     assert told.splitlines()[1] == "The end of its output:"
     assert "pid=" not in told
@@ -94,25 +94,25 @@ def test_the_cause_is_found_in_the_engines_own_words(output: str, cause: str) ->
 
 
 def test_a_process_that_was_killed_is_told_by_its_last_lines() -> None:
-    told = explained("EngineCore encountered an issue. See stack trace (above) for the root cause.", "a\n\nb\n")
+    told = failure_message("EngineCore encountered an issue. See stack trace (above) for the root cause.", "a\n\nb\n")
     assert told.startswith("it ended without saying why\nThe end of its output:\n  a\n  b\n")
-    assert explained(ABOVE, "").startswith("it ended without saying why (Engine core")
-    assert explained(ABOVE, "a", "killed by SIGKILL").startswith("its process ended: killed by SIGKILL\n")
+    assert failure_message(ABOVE, "").startswith("it ended without saying why (Engine core")
+    assert failure_message(ABOVE, "a", "killed by SIGKILL").startswith("its process ended: killed by SIGKILL\n")
 
 
 def test_a_reason_that_needs_no_output_is_told_alone() -> None:
-    assert explained("max_model_len is too large", "loading\n100%\n") == "max_model_len is too large"
+    assert failure_message("max_model_len is too large", "loading\n100%\n") == "max_model_len is too large"
 
 
 def test_lines_are_few_and_short() -> None:
-    told = explained(ABOVE, "\n".join("y" * 5000 for _ in range(100)) + "\nKeyError: 'x'")
+    told = failure_message(ABOVE, "\n".join("y" * 5000 for _ in range(100)) + "\nKeyError: 'x'")
     lines = told.splitlines()
     assert len(lines) == 3 + SHOWN_LINES
     assert all(len(line) <= MAX_LINE_CHARS + 2 for line in lines)
 
 
 def test_text_that_only_mentions_an_error_is_no_cause() -> None:
-    assert cause_in(["see RuntimeError: in the manual", "0 errors", "Exception ignored in: <function>"]) is None
-    assert cause_in(["a.b.MyError: first", "KeyError: 'second'", "RuntimeError: See root cause above."]) == (
+    assert find_cause(["see RuntimeError: in the manual", "0 errors", "Exception ignored in: <function>"]) is None
+    assert find_cause(["a.b.MyError: first", "KeyError: 'second'", "RuntimeError: See root cause above."]) == (
         "KeyError: 'second'"
     )

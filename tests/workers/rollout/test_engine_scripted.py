@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from penstock.conf.errors import WorkerDied
-from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
+from penstock.workers.protocols import Completion, Publication, Sampling, SamplingProgress
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from tests.virtual_time import run_virtually
 
@@ -55,7 +55,7 @@ def test_a_group_takes_as_long_as_its_longest_sample() -> None:
 def test_tokens_count_while_their_sample_is_in_flight() -> None:
     engine = ScriptedEngine(TimeModel(latency_s=1.0, tokens_per_s=10), length=lambda _, index: 10 * (index + 1))
 
-    async def watched() -> list[Sampled]:
+    async def watched() -> list[SamplingProgress]:
         group = asyncio.create_task(engine.generate(PROMPT, 2, Sampling(max_tokens=20)))
         seen = []
         for _ in range(5):
@@ -64,8 +64,8 @@ def test_tokens_count_while_their_sample_is_in_flight() -> None:
         await group
         return seen
 
-    in_flight = [Sampled(tokens, 2, tokens) for tokens in (0, 2 * 5, 10 + 12)]  # after 1 s, 10 tokens a second each
-    assert run_virtually(watched()) == [*in_flight, Sampled(30, 0), Sampled(30, 0)]
+    in_flight = [SamplingProgress(tokens, 2, tokens) for tokens in (0, 2 * 5, 10 + 12)]  # 10 tokens a second each
+    assert run_virtually(watched()) == [*in_flight, SamplingProgress(30, 0), SamplingProgress(30, 0)]
 
 
 def test_tokens_sampled_after_a_load_carry_the_new_version() -> None:

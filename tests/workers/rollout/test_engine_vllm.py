@@ -35,8 +35,8 @@ from penstock.workers.rollout.detokenizer import Detokenizer
 from penstock.workers.rollout.engine_vllm import (
     VllmEngine,
     VllmStats,
-    completion_of,
     engine_arguments,
+    to_completion,
     vllm_environment,
 )
 from tests.metering.measured import measured
@@ -264,7 +264,7 @@ def test_experts_are_asked_of_vllm_and_read_from_the_layers_that_have_routers() 
         0, "", [7, 8], None, logprobs, routed_experts=experts, finish_reason="length",
         weight_versions=[WeightVersionSpan("3", 0, 2)],
     )  # fmt: skip
-    completion = completion_of(sample, Detokenizer(None), detokenized=True, routing=RoutingShape((0, 2), 8, 2))
+    completion = to_completion(sample, Detokenizer(None), detokenized=True, routing=RoutingShape((0, 2), 8, 2))
     assert (completion.token_ids, completion.versions) == ([7, 8], [3, 3])
     assert list(completion.routed_experts) == [0, 1, 4, 5, 6, 7, 10, 11, 12, 13, 16, 17]
 

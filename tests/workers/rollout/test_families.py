@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.pictures.families import FAMILIES
+from penstock.workers.pictures.processor import FAMILIES
 from tests.vision_models import ROPE, SECTIONS, build_vision_model
 from tests.workers.rollout.seeing import (
     BAR,

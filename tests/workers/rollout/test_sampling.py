@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.conf.rollout import HIGHEST_TEMPERATURE
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_hf import choose_tokens, draw_uniforms, sampling_logprobs
-from penstock.workers.rollout.engine_vllm import outputs_of, sampling_params
+from penstock.workers.rollout.engine_vllm import samples_of_output, sampling_params
 from tests.amounts import amount
 
 LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
@@ -89,5 +89,5 @@ def test_vllm_is_asked_for_one_greedy_sample_which_counts_as_often_as_it_is_due(
     """With more vLLM itself refuses: n must be 1 when using greedy sampling."""
     greedy = sampling_params(3, Sampling(temperature=0.0, seed=1))
     assert (greedy.n, sampling_params(3, Sampling(temperature=0.5)).n) == (1, 3)
-    assert outputs_of(SimpleNamespace(outputs=["same"]), 3) == ["same"] * 3
-    assert outputs_of(SimpleNamespace(outputs=["a", "b", "c"]), 3) == ["a", "b", "c"]
+    assert samples_of_output(SimpleNamespace(outputs=["same"]), 3) == ["same"] * 3
+    assert samples_of_output(SimpleNamespace(outputs=["a", "b", "c"]), 3) == ["a", "b", "c"]

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.piece import Piece, boxes, place_of, spans_by_tensor
+from penstock.workers.weights.piece import Piece, boxes, gather_spans, place_of
 
 
 def spans_of(by_rank: list[list[tuple[str, tuple[int, ...], tuple[int, int]]]]) -> list[list[tuple[int, int]]]:
     own = [Piece(name, shape, first, torch.empty(count)) for name, shape, (first, count) in by_rank[0]]
     others = [[(name, shape, "bfloat16", span) for name, shape, span in some] for some in by_rank[1:]]
-    return [tensor.spans for tensor in spans_by_tensor(own, "bfloat16", lambda mine: [mine, *others])]
+    return [tensor.spans for tensor in gather_spans(own, "bfloat16", lambda mine: [mine, *others])]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())

@@ -251,14 +251,10 @@ def local_place(directory: str) -> Iterator[str]:
         yield folder
 
 
-def _names_of(rank: int) -> list[str]:
-    """Files that a rank writes. Rank 0 writes the index and what is no tensor as well."""
-    return [file_of(rank), INDEX, CARRIED] if rank == 0 else [file_of(rank)]
-
-
 def _remove_files(directory: str, rank: int) -> None:
-    """Remove what a rank wrote, and the directories that are empty without it."""
-    for name in _names_of(rank):
+    """Remove what a rank wrote, and the directories that are empty without it. Rank 0 writes the index and what is no
+    tensor as well."""
+    for name in (file_of(rank), *((INDEX, CARRIED) if rank == 0 else ())):
         remove(f"{directory}/{name}")
     if is_url(directory):
         return

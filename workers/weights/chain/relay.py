@@ -53,15 +53,15 @@ from penstock.workers.weights.chain.plan import (
 )
 from penstock.workers.weights.chain.subscription import (
     ChunkServer,
-    Failed,
-    Gone,
+    Heartbeat,
     Puller,
     Subscribe,
-    Waiting,
+    VersionFailure,
+    VersionGone,
     read,
     send,
 )
-from penstock.workers.weights.chain.transfer import Base, Counters, Slot, Transfer, TransferOver
+from penstock.workers.weights.chain.transfer import Counters, PreviousVersion, Transfer, TransferOver, VersionFile
 from penstock.workers.weights.publication.layout import ElementRange, Outlet
 from penstock.workers.weights.publication.publication_files import WritableMappings, reclaim
 
@@ -132,7 +132,7 @@ class Relay:
                 f"node {self._node}: broadcast {broadcast.number} of version {broadcast.version} comes after "
                 f"{older.broadcast.number} of version {older.broadcast.version}."
             )
-        transfer = self._make_transfer(broadcast, plan, None if older is None else older.give_up())
+        transfer = self._make_transfer(broadcast, plan, None if older is None else older.abandon())
         self._counters.add(versions=1)
         with self._changed:
             self._transfer = transfer
@@ -181,14 +181,12 @@ class Relay:
             self._changed.notify_all()
         self._reports.close()
         if self._transfer is not None:
-            self._transfer.give_up().close()
+            self._transfer.abandon().close()
         self._mappings.close()
 
-    def _make_transfer(self, broadcast: Broadcast, plan: ChunkPlan, base: Base | None) -> Transfer:
+    def _make_transfer(self, broadcast: Broadcast, plan: ChunkPlan, base: PreviousVersion | None) -> Transfer:
         receives = self._node in broadcast.receivers
-        slot, base = self._make_slot(
-            broadcast.version, plan, None if receives else plan.spans_of_node(self._node), base
-        )
+        slot, base = self._make_slot(broadcast.version, plan, None if receives else plan.node_spans(self._node), base)
         pulls: dict[Lane, Pull] = {}
         sources = [source for source in plan.sources if receives and source != self._node]
         for source in sources:
@@ -202,19 +200,19 @@ class Relay:
         return Transfer(broadcast, plan, self._node, slot, pulls, base)
 
     def _make_slot(
-        self, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, base: Base | None
-    ) -> tuple[Slot, Base | None]:
+        self, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, base: PreviousVersion | None
+    ) -> tuple[VersionFile, PreviousVersion | None]:
         """The file of a version, and the base that is left: none of another plan, or where both do not fit."""
         if base is not None and (base.plan.digest != plan.digest or not self._sends_differences):
             base.close()
             base = None
         try:
-            return Slot(self._root, version, plan, spans, self._mappings), base
+            return VersionFile(self._root, version, plan, spans, self._mappings), base
         except WeightError:
             if base is None:
                 raise
             base.close()
-            return Slot(self._root, version, plan, spans, self._mappings), None
+            return VersionFile(self._root, version, plan, spans, self._mappings), None
 
     def _serve(self, connection: Connection) -> None:
         message = read(connection.receive())
@@ -222,11 +220,12 @@ class Relay:
             raise ConnectionAbortedError("a connection that does not begin with a subscription.")
         transfer = self._wait_for(connection, message.number)
         if transfer is None:
-            send(connection, Gone())
+            send(connection, VersionGone())
         elif message.plan != transfer.plan.digest or message.source not in transfer.logs:
-            send(connection, Failed(f"node {self._node} has another plan of chunks, or none of {message.source}'s"))
+            reason = f"node {self._node} has another plan of chunks, or none of {message.source}'s"
+            send(connection, VersionFailure(reason))
         elif transfer.failure is not None:
-            send(connection, Failed(transfer.failure))
+            send(connection, VersionFailure(transfer.failure))
         else:
             with transfer.using(connection):
                 ChunkServer(transfer, message, self._timeouts.heartbeat_s, self._counters).run(connection)
@@ -242,7 +241,7 @@ class Relay:
                 if transfer is not None and transfer.broadcast.number == number:
                     return transfer
                 self._changed.wait(self._timeouts.heartbeat_s)
-            send(connection, Waiting(time.monotonic() - began))
+            send(connection, Heartbeat(time.monotonic() - began))
         return None
 
     def _expect_reports(self, version: int, plan: bytes) -> Transfer | None:
@@ -287,12 +286,12 @@ class Reporter:
     def __init__(self, root: str | Path, plan: ChunkPlan, version: int, rank: int) -> None:
         """Connect to the node's relay. Raises `WeightError` where no relay listens."""
         self._numbers, self._rank = plan.numbers, rank
-        self.outlet = Outlet(plan.chunk_bytes, plan.spans_of_node(plan.nodes[rank]), self._written)
+        self.outlet = Outlet(plan.chunk_bytes, plan.node_spans(plan.nodes[rank]), self._written)
         self._lock = threading.Lock()
         try:
             self._socket = connect_path(Path(root) / SOCKET_NAME)
         except OSError as error:
-            raise self._gone(error) from None
+            raise self._relay_error(error) from None
         self._socket.settimeout(TIMEOUT_S)
         self._send(HELLO.pack(version, rank, plan.digest))
 
@@ -320,9 +319,9 @@ class Reporter:
             with self._lock:
                 self._socket.sendall(data)
         except OSError as error:
-            raise self._gone(error) from None
+            raise self._relay_error(error) from None
 
-    def _gone(self, error: OSError) -> WeightError:
+    def _relay_error(self, error: OSError) -> WeightError:
         return WeightError(
             f"rank {self._rank}: this node's relay takes no reports of what is written ({error}). Its agent has ended, "
             "or the version is no longer wanted."
@@ -364,12 +363,12 @@ class ReportServer:
                 threading.Thread(target=self._serve, args=(connected,), name="report", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        with connected, self._known(connected) as is_wanted:
+        with connected, self._tracking(connected) as is_wanted:
             if is_wanted and is_same_user(connected):
                 self._follow(connected)
 
     @contextlib.contextmanager
-    def _known(self, connected: socket.socket) -> Iterator[bool]:
+    def _tracking(self, connected: socket.socket) -> Iterator[bool]:
         """Let `close` end the connection within the block. False: the server is closed already."""
         with self._lock:
             self._open.add(connected)
@@ -394,7 +393,7 @@ class ReportServer:
         except TransferOver:
             return
         except OSError:
-            transfer.rank_left(rank)
+            transfer.fail_for_rank(rank)
 
 
 def _reports(connected: socket.socket) -> Iterator[list[tuple[int, bytes]]]:

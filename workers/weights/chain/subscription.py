@@ -61,24 +61,24 @@ class Parcel(msgspec.Struct, frozen=True, tag=2):
     """Number of each chunk, and xxh3-128 of its bytes as the rank wrote them."""
 
 
-class Waiting(msgspec.Struct, frozen=True, tag=3):
+class Heartbeat(msgspec.Struct, frozen=True, tag=3):
     source_age_s: float
     """Seconds since the chain's source was heard of."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=4):
+class AllSent(msgspec.Struct, frozen=True, tag=4):
     pass
 
 
-class Gone(msgspec.Struct, frozen=True, tag=5):
+class VersionGone(msgspec.Struct, frozen=True, tag=5):
     pass
 
 
-class Failed(msgspec.Struct, frozen=True, tag=6):
+class VersionFailure(msgspec.Struct, frozen=True, tag=6):
     reason: str
 
 
-class Change(msgspec.Struct, frozen=True, tag=7):
+class DifferenceParcel(msgspec.Struct, frozen=True, tag=7):
     """Announcement of a chunk whose difference to the base follows."""
 
     chunk: int
@@ -86,7 +86,7 @@ class Change(msgspec.Struct, frozen=True, tag=7):
     """xxh3-128 of the chunk's bytes as the rank wrote them."""
 
 
-Message = Subscribe | Parcel | Waiting | Ended | Gone | Failed | Change
+Message = Subscribe | Parcel | Heartbeat | AllSent | VersionGone | VersionFailure | DifferenceParcel
 KIND = 1
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -138,7 +138,7 @@ class ChunkServer:
                 self._send_parcel(connection, parcel)
             else:
                 send(connection, message)
-            if isinstance(message, Ended | Gone | Failed):
+            if isinstance(message, AllSent | VersionGone | VersionFailure):
                 return
 
     def _next(self) -> tuple[Message, list[int]]:
@@ -150,14 +150,14 @@ class ChunkServer:
                 transfer.condition.wait(self._heartbeat_s)
                 parcel = self._take()
             if transfer.failure is not None:
-                return Failed(transfer.failure), []
-            if transfer.is_given_up:
-                return Gone(), []
+                return VersionFailure(transfer.failure), []
+            if transfer.is_abandoned:
+                return VersionGone(), []
             if parcel:
                 return Parcel([(chunk, transfer.digests[chunk]) for chunk in parcel]), parcel
             if self._feed.is_over:
-                return Ended(), []
-            return Waiting(transfer.source_age_s(self._source)), []
+                return AllSent(), []
+            return Heartbeat(transfer.source_age_s(self._source)), []
 
     def _take(self) -> list[int]:
         return [] if self._transfer.is_over else self._feed.next_parcel()
@@ -168,7 +168,7 @@ class ChunkServer:
         num_bytes = sum(end - start for start, end in spans)
         change = self.difference(parcel[0], num_bytes) if len(parcel) == 1 else None
         if change is not None:
-            send(connection, Change(parcel[0], transfer.digests[parcel[0]]), len(change))
+            send(connection, DifferenceParcel(parcel[0], transfer.digests[parcel[0]]), len(change))
             connection.send_bytes(change)
             self._counters.add(bytes_out=len(change))
             return
@@ -278,17 +278,17 @@ class Puller:
             message = read(frame)
             if isinstance(message, Parcel):
                 self._receive(connection, message, frame)
-            elif isinstance(message, Change):
+            elif isinstance(message, DifferenceParcel):
                 self._receive_change(connection, message, frame)
-            elif isinstance(message, Waiting):
+            elif isinstance(message, Heartbeat):
                 pull.waiting(message.source_age_s, time.monotonic())
-            elif isinstance(message, Ended):
+            elif isinstance(message, AllSent):
                 pull.ended(time.monotonic())
-            elif isinstance(message, Gone):
+            elif isinstance(message, VersionGone):
                 pull.lost(time.monotonic())
-            elif isinstance(message, Failed) and pull.upstream == self._source:
+            elif isinstance(message, VersionFailure) and pull.upstream == self._source:
                 transfer.fail(message.reason)
-            elif isinstance(message, Failed):  # for itself: others may have more luck
+            elif isinstance(message, VersionFailure):  # for itself: others may have more luck
                 pull.lost(time.monotonic())
 
     def _receive(self, connection: Connection, parcel: Parcel, frame: Frame) -> None:
@@ -319,7 +319,7 @@ class Puller:
             self._counters.add(chunks=len(good), bytes_in=num_bytes, bytes_whole=num_bytes)
             self._transfer.add(self._source, good)
 
-    def _receive_change(self, connection: Connection, change: Change, frame: Frame) -> None:
+    def _receive_change(self, connection: Connection, change: DifferenceParcel, frame: Frame) -> None:
         """Receive the difference of a chunk to the base, and make the chunk of it. Where its digest is another, the
         chunks that are missing are asked for whole."""
         transfer, chunk, base = self._transfer, change.chunk, self._transfer.differences.base

@@ -5,7 +5,7 @@ outcome.
                                                ├─ add ─▶ Transfer ─▶ subscription.ChunkServer ─▶ other nodes
     other nodes ─▶ subscription.Puller ────────┘            └─ all of it, where it is received ─▶ manifest
 
-Threads share it; `condition` is notified of every change. The bytes are in a `Slot`.
+Threads share it; `condition` is notified of every change. The bytes are in a `VersionFile`.
 
 A node keeps the version before as the base of differences (`difference.py`):
 
@@ -39,13 +39,13 @@ from penstock.workers.weights.publication.layout import ElementRange
 from penstock.workers.weights.publication.publication_files import (
     Manifest,
     WritableMappings,
-    prepare_slot,
+    prepare_file,
     publication_directory,
     write_manifest,
 )
 
 LEAVING_S = 5.0
-"""Seconds for which `give_up` waits until no connection uses the file."""
+"""Seconds for which `abandon` waits until no connection uses the file."""
 COUNTERS = ("versions", "chunks", "bytes_in", "bytes_out", "bytes_whole", "differences", "damaged", "reparented")
 """Names of counters: versions that have begun; chunks and bytes that came from other nodes or went there; bytes of the
 chunks that came, and how many of these came as differences to the version before; chunks that came damaged; upstreams
@@ -56,7 +56,7 @@ UNKNOWN_S = 8e-9
 """Seconds that a byte takes on a link which has not been timed: 1 Gbit/s."""
 
 
-class Slot:
+class VersionFile:
     """The file of one version on one node. Lifecycle: made when the version begins; `target` and `seal` where the node
     receives; `close`."""
 
@@ -72,8 +72,8 @@ class Slot:
         room."""
         self._plan, self._version = plan, version
         self.path = publication_directory(root, version)
-        mappings.let_go(root)
-        file = prepare_slot(root, version, plan.layout.num_bytes, spans)
+        mappings.unmap_stale(root)
+        file = prepare_file(root, version, plan.layout.num_bytes, spans)
         self.file: BinaryIO = file.open("rb")
         fcntl.flock(self.file, fcntl.LOCK_SH)
         if os.fstat(self.file.fileno()).st_ino != file.stat().st_ino:
@@ -110,17 +110,17 @@ class Slot:
         self.file.close()
 
 
-class Base:
+class PreviousVersion:
     """The chunks of the version before. Lifecycle: made when the next version begins, from the slot, which stays
     locked; `close`."""
 
-    def __init__(self, slot: Slot, plan: ChunkPlan, digests: Mapping[int, bytes]) -> None:
+    def __init__(self, slot: VersionFile, plan: ChunkPlan, digests: Mapping[int, bytes]) -> None:
         """`digests`: of the chunks that are there."""
         self._slot, self.plan, self._digests = slot, plan, dict(digests)
 
     def name(self, source: str) -> bytes:
         """The name of the chunks of a chain: the same on all nodes with the same bytes. Empty: some are missing."""
-        digests = [self._digests.get(chunk, b"") for chunk in self.plan.of_node(source)]
+        digests = [self._digests.get(chunk, b"") for chunk in self.plan.chunks_of_node(source)]
         return xxhash.xxh3_128_digest(b"".join(digests)) if all(digests) else b""
 
     def bytes_of(self, chunk: int) -> memoryview:
@@ -133,7 +133,7 @@ class Base:
 class Differences:
     """Differences of the chunks of one version to its base, made as they are asked for, each once. Threads share it."""
 
-    def __init__(self, base: Base | None) -> None:
+    def __init__(self, base: PreviousVersion | None) -> None:
         """`base`: None where the node has no version before; it then sends whole chunks."""
         self.base = base
         self._made: dict[int, bytes | None] = {}
@@ -196,16 +196,16 @@ class TransferOver(Exception):
 
 
 class Transfer:
-    """Lifecycle: `add` chunks until `publication` is there, or `fail`; then, or before, `give_up`."""
+    """Lifecycle: `add` chunks until `publication` is there, or `fail`; then, or before, `abandon`."""
 
     def __init__(
         self,
         broadcast: Broadcast,
         plan: ChunkPlan,
         node: str,
-        slot: Slot,
+        slot: VersionFile,
         pulls: dict[Lane, Pull],
-        base: Base | None = None,
+        base: PreviousVersion | None = None,
     ) -> None:
         """`pulls`: one for each lane that this node receives. Empty: the node only sends. `base`: the version before,
         where it is here."""
@@ -220,7 +220,7 @@ class Transfer:
         """Chunks in the order in which they came, for each chain that this node sends."""
         self.publication: Publication | None = None
         self.failure: str | None = None
-        self.is_given_up = False
+        self.is_abandoned = False
         self._began = time.monotonic()
         self.seconds = 0.0
         """Seconds until the version was whole."""
@@ -230,7 +230,7 @@ class Transfer:
     @property
     def is_over(self) -> bool:
         """True once nothing more is to be fetched or sent."""
-        return self.is_given_up or self.failure is not None
+        return self.is_abandoned or self.failure is not None
 
     def add(self, source: str, chunks: Sequence[tuple[int, bytes]]) -> None:
         """Add chunks whose bytes are in the file, with their digests. The thread that brings the last one seals the
@@ -251,7 +251,7 @@ class Transfer:
         """Add chunks that ranks of this node have written."""
         self.add(self.node, chunks)
 
-    def rank_left(self, rank: int) -> None:
+    def fail_for_rank(self, rank: int) -> None:
         """Fail the transfer, because a rank left before it had written its part."""
         self.fail(f"rank {rank} has left before it had written its part")
 
@@ -261,21 +261,21 @@ class Transfer:
                 self.failure = reason
             self.condition.notify_all()
 
-    def give_up(self) -> Base:
+    def abandon(self) -> PreviousVersion:
         """End everything that goes on, for good. Returns when no connection uses the file any more: as the base of the
         next version, to be closed."""
         with self.condition:
-            self.is_given_up = True
+            self.is_abandoned = True
             for connection in self._connections:
                 connection.hang_up()
             self.condition.notify_all()
             self.condition.wait_for(lambda: not self._connections and not self._is_sealing, LEAVING_S)
         self.differences.close()
-        return Base(self.slot, self.plan, self.digests if not self._connections else {})
+        return PreviousVersion(self.slot, self.plan, self.digests if not self._connections else {})
 
     @contextmanager
     def using(self, connection: Connection) -> Iterator[Connection]:
-        """Let `give_up` end the connection within the block. Raises `TransferOver`."""
+        """Let `abandon` end the connection within the block. Raises `TransferOver`."""
         with self.condition:
             if self.is_over:
                 raise TransferOver
@@ -301,15 +301,15 @@ class Transfer:
                 return self.publication
             if self.failure is not None:
                 raise WeightError(f"version {version} on node {self.node}: {self.failure}. Publish again.")
-            if self.is_given_up:
+            if self.is_abandoned:
                 raise WeightError(f"version {version} on node {self.node}: given up for a newer one.")
             raise DeadlineExceeded(
                 f"version {version} on node {self.node}: not complete after {timeout_s:.0f} s: "
-                f"{self._what_is_missing()}. weights.phase_timeout_s sets how long it may take."
+                f"{self._missing_text()}. weights.phase_timeout_s sets how long it may take."
             )
 
-    def _what_is_missing(self) -> str:
-        own = [chunk for chunk in self.plan.of_node(self.node) if chunk not in self.digests]
+    def _missing_text(self) -> str:
+        own = [chunk for chunk in self.plan.chunks_of_node(self.node) if chunk not in self.digests]
         parts = [f"{len(own)} chunks of ranks of this node"] if own else []
         parts += [
             f"{len(pull.missing)} chunks from {source}, last asked of {pull.upstream} ({pull.reparented} times another)"

@@ -3,7 +3,7 @@
     base_model.model.<layer>.lora_A.weight  [rank, in]      W of the layer stands for W + alpha / rank * B @ A
     base_model.model.<layer>.lora_B.weight  [out, rank]
 
-The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `targets_of` names, and engines expect them
+The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `find_targets` names, and engines expect them
 (`rollout/engine_vllm_adapter.py`). File, manifest, checksums and slots are those of any publication
 (`publication.py`). Rank and alpha are not in it: they are the run's configuration, which engines are started with, and
 the shapes are held against it here, before an engine changes.
@@ -28,7 +28,7 @@ FILE_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Targets:
+class AdapterTargets:
     """What of a model gets an adapter, by full names in the model's order."""
 
     layers: list[str]
@@ -37,7 +37,7 @@ class Targets:
     """Parameters: the stacked experts of a mixture, each with an adapter of its own."""
 
 
-def targets_of(lm: Any, config: LoraConfig) -> Targets:
+def find_targets(lm: Any, config: LoraConfig) -> AdapterTargets:
     """The linear layers below the head and the stacked experts that `config` names, by the ends of their names. Raises
     `ConfigError`."""
     from torch import nn
@@ -52,17 +52,17 @@ def targets_of(lm: Any, config: LoraConfig) -> Targets:
         for name, module in lm.named_modules()
         if isinstance(module, nn.Linear) and module in body and type(module) is not router
     ]
-    experts = [name for name in stacked_experts(lm) if not _is_turned(lm, name)]
+    experts = [name for name in stacked_experts(lm) if not _is_transposed(lm, name)]
     for target in named:
         if not (linear if target == ALL_LINEAR else any(_names(target, name) for name in (*linear, *experts))):
-            known, stacked = ends(linear), ends(experts)
+            known, stacked = last_parts(linear), last_parts(experts)
             also = f", and of experts {', '.join(stacked)}" if stacked else ""
             raise ConfigError(
                 f"trainer.lora.target_modules={named}: no linear layer of {type(lm).__name__} is called {target!r}. "
                 f"There are {', '.join(known) or 'none'}{also}; [{ALL_LINEAR}] takes all linear layers."
             )
     every = ALL_LINEAR in named
-    found = Targets(
+    found = AdapterTargets(
         [name for name in linear if every or any(_names(target, name) for target in named)],
         [name for name in experts if any(_names(target, name) for target in named)],
     )
@@ -74,15 +74,15 @@ def targets_of(lm: Any, config: LoraConfig) -> Targets:
     return found
 
 
-def ends(names: Iterable[str]) -> list[str]:
+def last_parts(names: Iterable[str]) -> list[str]:
     """The last parts of names, each once, in alphabetical order."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def adapted_layers(model_path: str, config: LoraConfig, *, serves_mixtures: bool = True) -> dict[str, tuple[int, int]]:
     """Shapes `(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights.
-    `serves_mixtures`: whether the engine has kernels for experts beside adapters. Raises as `targets_of` does, and for
-    a mixture where it has none."""
+    `serves_mixtures`: whether the engine has kernels for experts beside adapters. Raises as `find_targets` does, and
+    for a mixture where it has none."""
     from penstock.workers.weights.checkpoint_form import empty_model, stacked_experts
 
     lm = empty_model(model_path)
@@ -91,11 +91,11 @@ def adapted_layers(model_path: str, config: LoraConfig, *, serves_mixtures: bool
             f"trainer.lora.publish=adapter: {type(lm).__name__} has experts, and vLLM's CPU build has no kernel for "
             "them where adapters are served. Set trainer.lora.publish=merged or rollout.engine=hf."
         )
-    layers = {name: lm.get_submodule(name) for name in targets_of(lm, config).layers}
+    layers = {name: lm.get_submodule(name) for name in find_targets(lm, config).layers}
     return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
 
 
-def _is_turned(lm: Any, name: str) -> bool:
+def _is_transposed(lm: Any, name: str) -> bool:
     """Return whether experts are stacked as `[E, in, out]`, as transformers says it of their module."""
     return bool(getattr(lm.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
@@ -130,7 +130,7 @@ def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int,
     return shapes
 
 
-def layout_of(shapes: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: str) -> Layout:
+def adapter_layout(shapes: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: str) -> Layout:
     """Layout of an adapter of layers of these `(out, in)`."""
     tensors = []
     for layer, (num_out, num_in) in shapes.items():

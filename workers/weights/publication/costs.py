@@ -74,14 +74,14 @@ def publication_bytes(num_elements: int, dtype: str) -> int:
     return num_elements * DTYPE_BYTES[dtype]
 
 
-def needed_on_node(num_bytes: int, ranks_here: int, num_ranks: int, *, has_engines: bool) -> int:
+def node_bytes(num_bytes: int, ranks_here: int, num_ranks: int, *, has_engines: bool) -> int:
     """Bytes that a node needs for publications of `num_bytes`."""
     if has_engines:
         return TURNS * num_bytes
     return TURNS * -(-num_bytes * ranks_here // num_ranks)
 
 
-def kept_bytes(num_trained: int) -> int:
+def state_copy_bytes(num_trained: int) -> int:
     """Bytes of the copies that all ranks together keep of a model with so many trained parameters."""
     return COPIES * STATE_BYTES * num_trained
 

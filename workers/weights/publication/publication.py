@@ -51,7 +51,7 @@ from penstock.workers.weights.publication.layout import (
 from penstock.workers.weights.publication.publication_files import (
     Manifest,
     WritableMappings,
-    prepare_slot,
+    prepare_file,
     publication_directory,
     write_manifest,
 )
@@ -95,9 +95,9 @@ class PublicationWriter:
         self.num_ranks = num_ranks
         self.ranges: list[ElementRange] = []
         self.path = publication_directory(directory, version)
-        _mappings.let_go(Path(directory))
+        _mappings.unmap_stale(Path(directory))
         self._outlet = outlet
-        file = prepare_slot(directory, version, layout.num_bytes, outlet.spans)
+        file = prepare_file(directory, version, layout.num_bytes, outlet.spans)
         _rank_file(self.path, rank).unlink(missing_ok=True)
         self._file = _mappings.map(file, Path(directory))
         num_threads = torch.get_num_threads()
@@ -252,7 +252,7 @@ class DeviceCopies:
         """Add a range, `[n]` on any device, of at most the bytes of a buffer."""
         size = len(values) * place.element_bytes
         if self._filling.num_bytes + size > self._num_bytes:
-            self._turn()
+            self._switch_buffers()
         buffer = self._filling
         target = buffer.memory[buffer.num_bytes : buffer.num_bytes + size].view(getattr(torch, place.dtype))
         target.copy_(values.detach().to(target.dtype), non_blocking=True)
@@ -262,16 +262,16 @@ class DeviceCopies:
 
     def finish(self) -> None:
         """Write what is left. A second call changes nothing."""
-        self._turn()
-        self._empty(self._other)
+        self._switch_buffers()
+        self._flush(self._other)
 
-    def _turn(self) -> None:
+    def _switch_buffers(self) -> None:
         """Begin to fill the other buffer, once it is written: the device fills this one meanwhile."""
         self._filling.filled = mark(self._device)
-        self._empty(self._other)
+        self._flush(self._other)
         self._filling, self._other = self._other, self._filling
 
-    def _empty(self, buffer: _Buffer) -> None:
+    def _flush(self, buffer: _Buffer) -> None:
         if not buffer.parts:
             return
         if buffer.filled is not None:
@@ -280,7 +280,7 @@ class DeviceCopies:
         buffer.parts, buffer.num_bytes, buffer.filled = [], 0, None
 
 
-def stream_beside(device: torch.device) -> AbstractContextManager[object]:
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
     """A stream beside the computing, from the point that it has reached."""
     if device.type == "cpu":
         return nullcontext()

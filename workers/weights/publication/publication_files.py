@@ -75,7 +75,7 @@ def exclusive(root: str | Path) -> Iterator[None]:
         yield
 
 
-def prepare_slot(root: str | Path, version: int, num_bytes: int, spans: Spans | None = None) -> Path:
+def prepare_file(root: str | Path, version: int, num_bytes: int, spans: Spans | None = None) -> Path:
     """Prepare the file that all ranks write this version into, of `num_bytes`, with every page of it, or where `spans`
     are given, every page of these. The first rank to come makes it; the others find it.
 
@@ -88,9 +88,9 @@ def prepare_slot(root: str | Path, version: int, num_bytes: int, spans: Spans | 
     with exclusive(root):
         path.mkdir(exist_ok=True)
         if is_sealed(path):
-            _vacate(path)
+            _unseal(path)
         if not file.exists():
-            _take_idle(root, path)
+            _reuse_idle_file(root, path)
         # A reused file has its pages already: it was written by the same ranks, or as a whole.
         short = reserve(file, num_bytes, _pages(spans or [(0, num_bytes)], num_bytes))
         if short is not None:
@@ -132,8 +132,8 @@ class WritableFile:
 
 
 class WritableMappings:
-    """A process's mappings of files that it writes again and again. Lifecycle: `let_go` and `map` for each version;
-    `close`. Threads may share it: a mapping that one releases stays with the threads that have it."""
+    """A process's mappings of files that it writes again and again. Lifecycle: `unmap_stale` and `map` for each
+    version; `close`. Threads may share it: a mapping that one releases stays with the threads that have it."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], WritableFile] = {}
@@ -154,7 +154,7 @@ class WritableMappings:
             self._files[key] = WritableFile(mmap.mmap(descriptor, status.st_size), root, descriptor)
             return self._files[key]
 
-    def let_go(self, root: Path) -> None:
+    def unmap_stale(self, root: Path) -> None:
         """End mappings of removed files, whose memory they hold, and of other roots than this."""
         with self._lock:
             for key, mapped in list(self._files.items()):
@@ -175,20 +175,20 @@ def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:
             memory.madvise(advice, position, min(POPULATE_BYTES, end - position))
 
 
-def _vacate(path: Path) -> None:
+def _unseal(path: Path) -> None:
     """Take a sealed publication back; its file is removed too if a process reads it."""
-    with _held_if_idle(path / WEIGHTS_NAME) as idle:
+    with _lock_if_idle(path / WEIGHTS_NAME) as idle:
         (path / MANIFEST_NAME).unlink(missing_ok=True)
     if not idle:
         (path / WEIGHTS_NAME).unlink(missing_ok=True)
 
 
-def _take_idle(root: str | Path, path: Path) -> None:
+def _reuse_idle_file(root: str | Path, path: Path) -> None:
     """Move an idle file to `path`: of an attempt that was never sealed, else of the oldest but the newest sealed."""
     others = [other for other in publication_directories(root) if other != path]
     sealed = [other for other in others if is_sealed(other)]
     for other in [*(other for other in others if other not in sealed), *sealed[:-1]]:
-        with _held_if_idle(other / WEIGHTS_NAME) as idle:
+        with _lock_if_idle(other / WEIGHTS_NAME) as idle:
             if idle:
                 (other / MANIFEST_NAME).unlink(missing_ok=True)
                 os.replace(other / WEIGHTS_NAME, path / WEIGHTS_NAME)
@@ -198,7 +198,7 @@ def _take_idle(root: str | Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _held_if_idle(file: Path) -> Iterator[bool]:
+def _lock_if_idle(file: Path) -> Iterator[bool]:
     """True if no process reads the file; if so, none can begin to within the block.
 
     Remove the manifest within the block: a reader that comes later looks for it once it has the lock.

@@ -92,8 +92,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         in_place = packed_embeddings(self.model) if self.model_config.quantization is None else []
         for layer in cast(list[Any], in_place):
             layer.cpu_linear = torch.nn.functional.linear  # lets the packed form go before there is a new one
-        forget_kernels(self.model)
-        parts = list(parts_without(self.model, in_place))
+        drop_kernels(self.model)
+        parts = list(modules_without(self.model, in_place))
         for part in parts:
             initialize_layerwise_reload(part)
         expected = held & {name for name, _ in self.model.named_parameters()}  # without what quantization adds
@@ -164,7 +164,7 @@ def wait_for_device() -> None:
         torch.accelerator.current_stream().synchronize()
 
 
-def forget_kernels(model: torch.nn.Module) -> None:
+def drop_kernels(model: torch.nn.Module) -> None:
     """Let the kernels of the CPU build's experts go, so that vLLM makes new ones. It packs experts only when it makes
     their kernel: the old one would read unpacked weights as packed ones."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -182,13 +182,13 @@ def packed_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for layer in model.modules() if _is_packed_embedding(layer)]
 
 
-def parts_without(module: torch.nn.Module, left_out: Collection[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+def modules_without(module: torch.nn.Module, left_out: Collection[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """The largest modules of a model that have none of `left_out` in them: all of it where nothing is."""
     if not any(layer in left_out for layer in module.modules()):
         yield module
     elif module not in left_out:
         for child in module.children():
-            yield from parts_without(child, left_out)
+            yield from modules_without(child, left_out)
 
 
 def repack(model: torch.nn.Module, in_place: Collection[torch.nn.Module]) -> None:

@@ -11,9 +11,9 @@ from penstock.conf.errors import WeightError
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.weights.publication.adapter import (
     adapted_layers,
+    adapter_layout,
     deltas,
     layer_shapes,
-    layout_of,
     peft_config,
     tensor_name,
 )
@@ -79,7 +79,7 @@ def test_the_layout_of_any_layers_is_read_as_these_layers(
 ) -> None:
     shapes = {name: data.draw(SIZES) for name in names}
     config = LoraConfig(rank=rank)
-    manifest = Manifest(Path("/somewhere"), 1, layout_of(shapes, config, dtype), ())
+    manifest = Manifest(Path("/somewhere"), 1, adapter_layout(shapes, config, dtype), ())
     assert layer_shapes(manifest, config) == shapes
 
 

@@ -30,7 +30,7 @@ TENSORS = {
 }
 
 
-def layout_of(dtype: str = "float32"):
+def adapter_layout(dtype: str = "float32"):
     return compute_layout((name, tuple(tensor.shape), dtype) for name, tensor in TENSORS.items())
 
 
@@ -72,7 +72,7 @@ def test_tensors_are_cast_to_the_dtype_of_the_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_ranks_writing_their_rows_make_the_same_file_as_one(tmp_path: Path, num_ranks: int) -> None:
-    layout = layout_of()
+    layout = adapter_layout()
     writers = [PublicationWriter(tmp_path, 2, layout, rank, num_ranks) for rank in range(num_ranks)]
     for name, tensor in TENSORS.items():
         if not tensor.shape:
@@ -91,7 +91,7 @@ def test_ranks_writing_their_rows_make_the_same_file_as_one(tmp_path: Path, num_
 
 
 def test_flat_pieces_in_any_cut_make_the_same_file_as_whole_tensors(tmp_path: Path) -> None:
-    layout = layout_of()
+    layout = adapter_layout()
     writers = [PublicationWriter(tmp_path, 2, layout, rank, 3) for rank in range(3)]
     for name, tensor in TENSORS.items():
         flat, size = tensor.reshape(-1), -(-tensor.numel() // 3)
@@ -107,17 +107,17 @@ def test_flat_pieces_in_any_cut_make_the_same_file_as_whole_tensors(tmp_path: Pa
 
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.workers.weights.publication.publication.BLOCK_BYTES", 12)
-    writer = PublicationWriter(tmp_path, 1, layout_of(), outlet=Outlet(range_bytes=36))
+    writer = PublicationWriter(tmp_path, 1, adapter_layout(), outlet=Outlet(range_bytes=36))
     for name, tensor in TENSORS.items():
         write_rows(writer, name, 0, tensor)
     assert max(entry.num_elements for entry in writer.finish()) == 9
-    publication = seal(tmp_path, 1, layout_of())
+    publication = seal(tmp_path, 1, adapter_layout())
     MappedWeights(publication).verify()
     assert weights_file(publication).read_bytes() == safetensors.torch.save(TENSORS, metadata={"format": "pt"})
 
 
 def test_a_half_written_publication_cannot_be_opened(tmp_path: Path) -> None:
-    writer = PublicationWriter(tmp_path, 4, layout_of())
+    writer = PublicationWriter(tmp_path, 4, adapter_layout())
     write_rows(writer, "model.layers.0.bias", 0, TENSORS["model.layers.0.bias"])
     writer.finish()
     with pytest.raises(WeightError, match="never completed"):
@@ -126,16 +126,16 @@ def test_a_half_written_publication_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_sealing_names_the_tensor_whose_elements_are_missing(tmp_path: Path) -> None:
-    writer = PublicationWriter(tmp_path, 4, layout_of())
+    writer = PublicationWriter(tmp_path, 4, adapter_layout())
     for name, tensor in TENSORS.items():
         write_rows(writer, name, 0, tensor[:5] if name == "model.embed_tokens.weight" else tensor)
     writer.finish()
     with pytest.raises(WeightError, match=r"'model.embed_tokens.weight' has 28 elements, 20 were written"):
-        seal(tmp_path, 4, layout_of())
+        seal(tmp_path, 4, adapter_layout())
 
 
 def test_sealing_refuses_elements_that_two_ranks_wrote(tmp_path: Path) -> None:
-    layout = layout_of()
+    layout = adapter_layout()
     for rank in range(2):
         writer = PublicationWriter(tmp_path, 4, layout, rank, 2)
         for name, tensor in TENSORS.items():
@@ -146,14 +146,14 @@ def test_sealing_refuses_elements_that_two_ranks_wrote(tmp_path: Path) -> None:
 
 
 def test_sealing_names_the_rank_that_did_not_finish(tmp_path: Path) -> None:
-    PublicationWriter(tmp_path, 4, layout_of(), 0, 2).finish()
+    PublicationWriter(tmp_path, 4, adapter_layout(), 0, 2).finish()
     with pytest.raises(WeightError, match="rank 1 of 2 did not finish"):
-        seal(tmp_path, 4, layout_of(), 2)
+        seal(tmp_path, 4, adapter_layout(), 2)
 
 
 def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
     write_publication(tmp_path, 1, TENSORS.items())
-    writer = PublicationWriter(tmp_path, 1, layout_of())
+    writer = PublicationWriter(tmp_path, 1, adapter_layout())
     with pytest.raises(WeightError):
         open_publication(Publication(str(writer.path), 1))
     writer.finish()
@@ -165,7 +165,7 @@ def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_found_and_its_tensor_named(tmp_path: Path) -> None:
     publication = write_publication(tmp_path, 1, TENSORS.items())
-    flip_byte(weights_file(publication), layout_of().place("model.layers.0.bias").offset + 5)
+    flip_byte(weights_file(publication), adapter_layout().place("model.layers.0.bias").offset + 5)
     mapped = MappedWeights(publication)
     with pytest.raises(WeightError, match=r"model\.safetensors: tensor 'model\.layers\.0\.bias', elements 0 to 2"):
         mapped.verify()
@@ -212,7 +212,7 @@ def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_shard_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    writer = PublicationWriter(tmp_path, 1, layout_of())
+    writer = PublicationWriter(tmp_path, 1, adapter_layout())
     for first_row, shape in ((0, (7, 5)), (1, (7, 4)), (-1, (2, 4)), (0, (8, 4))):
         with pytest.raises(WeightError, match="do not fit"):
             write_rows(writer, "model.embed_tokens.weight", first_row, torch.zeros(shape))

@@ -267,7 +267,7 @@ def test_threads_with_different_roots_release_each_others_mappings_unharmed(tmp_
             if not file.exists() or number % 7 == 0:
                 file.unlink(missing_ok=True)
                 file.write_bytes(bytes(4096))
-            mappings.let_go(root)
+            mappings.unmap_stale(root)
             mappings.map(file, root).window(0, 1)[:] = bytes([number % 256])
             assert file.read_bytes()[0] == number % 256
 

@@ -11,7 +11,7 @@ import torch
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.engine_calls import Part
+from penstock.workers.weights.engine_calls import StreamPart
 from penstock.workers.weights.weight_senders import StreamTransport
 from tests.publications import SharedMemoryTransport
 from tests.workers.weights.streaming.host_memory import (
@@ -94,8 +94,8 @@ def worker(name: str, model: Model) -> Any:
     return kind(SimpleNamespace(backend=name), config, torch.device("cpu"), model)
 
 
-def noting(sizes: list[int], deliver: Callable[[Part], Any]) -> Callable[[Part], Any]:
-    async def note(part: Part) -> None:
+def noting(sizes: list[int], deliver: Callable[[StreamPart], Any]) -> Callable[[StreamPart], Any]:
+    async def note(part: StreamPart) -> None:
         sizes.append(sum((part.info or {}).get("tensor_sizes") or [0]))
         await deliver(part)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WeightError
-from penstock.workers.weights.engine_calls import Part, StreamedVersion
+from penstock.workers.weights.engine_calls import StreamedVersion, StreamPart
 from tests.workers.rollout.fake_llm import fail, hang, is_serving
 from tests.workers.weights.streaming.host_memory import STREAMS, TRANSPORTS, Side
 
@@ -120,13 +120,13 @@ def test_a_worker_that_cannot_open_a_handle_is_an_error_of_both(make_side: Calla
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ([Part(2, {"names": ["a"]})], "version 1, phase receive: the trainer sends version 2"),
-        ([Part(1, {"names": ["a"]}), Part(1, None)], "announced 2 tensors and ended after 1"),
-        ([Part(1, {"names": ["a", "b", "c"]}), Part(1, None)], "announced 2 tensors and ended after 3"),
+        ([StreamPart(2, {"names": ["a"]})], "version 1, phase receive: the trainer sends version 2"),
+        ([StreamPart(1, {"names": ["a"]}), StreamPart(1, None)], "announced 2 tensors and ended after 1"),
+        ([StreamPart(1, {"names": ["a", "b", "c"]}), StreamPart(1, None)], "announced 2 tensors and ended after 3"),
     ],
 )
 def test_parts_of_another_version_and_wrong_counts_are_refused(
-    make_side: Callable[..., Side], parts: list[Part], expected: str
+    make_side: Callable[..., Side], parts: list[StreamPart], expected: str
 ) -> None:
     engine = make_side("ipc").engines[0]
     engine.llm.worker.update_weights = lambda info: None

@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from penstock.conf.errors import WeightError, WorkerDied
-from penstock.workers.weights.engine_calls import ActorEngines, Info, Part
+from penstock.workers.weights.engine_calls import ActorEngines, Info, StreamPart
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("cluster")]
 
@@ -21,7 +21,7 @@ class Engine:
     async def connect(self, info: Info) -> None:
         self._told.append(info)
 
-    async def deliver(self, part: Part) -> None:
+    async def deliver(self, part: StreamPart) -> None:
         if self._trouble == "refuse":
             raise WeightError("phase load: cannot")
         if self._trouble == "die":
@@ -47,19 +47,19 @@ def test_each_engine_gets_its_own_beginning_and_every_part() -> None:
     group, handles = engines("", "")
     assert group.num_engines == 2
     group.connect([{"rank_offset": 1}, {"rank_offset": 2}])
-    group.deliver(Part(1, {"names": ["a"]}))
-    group.deliver(Part(1, None))
+    group.deliver(StreamPart(1, {"names": ["a"]}))
+    group.deliver(StreamPart(1, None))
     for index, told in enumerate(ray.get([handle.told.remote() for handle in handles])):
-        assert told == [{"rank_offset": index + 1}, Part(1, {"names": ["a"]}), Part(1, None)]
+        assert told == [{"rank_offset": index + 1}, StreamPart(1, {"names": ["a"]}), StreamPart(1, None)]
 
 
 def test_an_engines_own_error_comes_back_though_another_still_works() -> None:
     group, _ = engines("wait", "refuse")
     with pytest.raises(WeightError, match="phase load: cannot"):
-        group.deliver(Part(1, None))
+        group.deliver(StreamPart(1, None))
 
 
 def test_an_engine_that_dies_is_named() -> None:
     group, _ = engines("", "die")
     with pytest.raises(WorkerDied, match="Rollout-1 has died"):
-        group.deliver(Part(1, None))
+        group.deliver(StreamPart(1, None))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, ResourceError, WeightError
-from penstock.workers.weights.engine_calls import Part
+from penstock.workers.weights.engine_calls import StreamPart
 from penstock.workers.weights.weight_senders import StreamTransport
 from tests.workers.weights.streaming.host_memory import BUCKET_MIB, lone_rank, weights
 
@@ -27,7 +27,7 @@ class NoEngines:
     def connect(self, infos: Any) -> None:
         pass
 
-    def deliver(self, part: Part) -> None:
+    def deliver(self, part: StreamPart) -> None:
         pass
 
 

@@ -19,13 +19,13 @@ def model() -> nn.ModuleDict:
 
 def test_a_model_of_which_nothing_is_left_out_is_one_part() -> None:
     whole = model()
-    assert list(backends.parts_without(whole, [])) == [whole]
+    assert list(backends.modules_without(whole, [])) == [whole]
 
 
 def test_parts_have_every_layer_but_those_left_out_once() -> None:
     whole = model()
     left_out = [whole["model"]["embed"], whole["head"]]
-    parts = list(backends.parts_without(whole, left_out))
+    parts = list(backends.modules_without(whole, left_out))
     assert parts == [whole["model"]["layers"]]
 
 

@@ -13,8 +13,8 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import EngineSpec
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.engine_calls import Part, StreamedVersion
-from penstock.workers.weights.weight_senders import portable
+from penstock.workers.weights.engine_calls import StreamedVersion, StreamPart
+from penstock.workers.weights.weight_senders import pickle_handles
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")
@@ -34,7 +34,7 @@ def test_handles_reach_the_process_of_a_real_engine(tmp_path: Path) -> None:
         await engine.start()
         try:
             await engine.connect({"packed": True})
-            part = Part(1, portable(info))
+            part = StreamPart(1, pickle_handles(info))
             return await asyncio.gather(
                 engine.load(StreamedVersion(1, 1)), engine.deliver(part), return_exceptions=True
             )
