@@ -14,12 +14,12 @@ from pathlib import Path
 from penstock.conf.errors import ConfigError, suggest
 from penstock.orchestrator.configuration.memory_view import GPU_GIB
 from penstock.orchestrator.configuration.values import plain, read_yaml
-from penstock.workers.weights.publication.timing import BUSES
+from penstock.workers.weights.publication.costs import BUSES
 
 
 @dataclass(frozen=True)
 class GpuKind:
-    """One kind of GPU. Rates are those on paper; what is attained of them is in `costs/efficiencies.py`."""
+    """One kind of GPU. Rates are those on paper; what is attained of them is in `cost_model.py`."""
 
     name: str
     flops: float
@@ -31,7 +31,7 @@ class GpuKind:
     link: float
     """Bytes a second in one direction to another GPU of the node: NVLink, or PCIe where there is none."""
     bus: str = "PCIe 5 x16"
-    """Bus to the host: a key of `workers/weights/publication/timing.py`."""
+    """Bus to the host: a key of `workers/weights/publication/costs.py`."""
     network: float = 50e9
     """Bytes a second in one direction from a GPU to another node."""
     ray_name: str = ""

@@ -1,7 +1,7 @@
-"""`penstock plan`: plans as people read them. The best of each class in a table, why the others lost, what would be
-better still, the command that runs the winner, and what probes have measured.
+"""`penstock plan`: the best plans, and how people read them.
 
-Plans that the simulator plays: the closed form says which are worth it, and the ledger decides between them.
+the closed form chooses the first of each class ─▶ the simulator plays them ─▶ a table, why others lost, what would
+be better still, the command that runs the best ─▶ `--probe`: measured beside predicted seconds
 """
 
 import shlex
@@ -23,58 +23,47 @@ from penstock.orchestrator.configuration.overrides import CHOICES, parse
 from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.planner.asked import (
-    hours_of,
+from penstock.planner.calibration import (
+    Probe,
+    calibrated,
+    fastest_probe,
+    parse_probes,
+    probe,
+    read_pilot,
+    recorded_value,
+    run_in_process,
+    table_of_probes,
+)
+from penstock.planner.candidates import with_keys
+from penstock.planner.cost_model import EngineCosts, describe_kernel_sources
+from penstock.planner.lengths import Lengths
+from penstock.planner.plan_inputs import (
     nodes_here,
-    not_counted,
     overrides_of,
+    parse_hours,
     search_of,
+    uncounted_keys,
     write_overrides,
 )
-from penstock.planner.calibration import calibrated, looked_up, read_pilot
-from penstock.planner.candidates import with_keys
-from penstock.planner.costs.decoding import Engine, told_kernels
-from penstock.planner.lengths import Lengths
-from penstock.planner.probing import Probe, asked_probes, best_of, in_process, probe, table_of_probes
-from penstock.planner.search import LEAST_GAIN, Plan, Search, another_class, cheapest, ordinary_first, plan_of, trimmed
+from penstock.planner.search import (
+    LEAST_GAIN,
+    Plan,
+    Search,
+    cheapest,
+    next_better_classes,
+    ordinary_first,
+    plan_of,
+    without_idle_engines,
+)
 from penstock.planner.simulation import machine
-from penstock.planner.simulation.members import Samples
-from penstock.planner.simulation.result import Simulated
-from penstock.planner.simulation.simulation import Simulation
+from penstock.planner.simulation.simulated_members import SimulatedSamples
+from penstock.planner.simulation.simulation import Simulation, SimulationResult
 from penstock.planner.steady import Estimate
 
 PLAYED = 4
 """Plans that are played: the closed form has rarely put the best behind so many (docs/planning.md)."""
 STEPS = 8
 """Steps that count: more change a mean by less than plans differ."""
-
-
-def played(plan: Plan, lengths: Lengths, steps: int = STEPS) -> Simulated:
-    """Play a plan for so many steps beyond those that fill the pipeline. Raises `SimulationStuck`."""
-    config = plan.config
-    keys = {
-        "trainer.max_steps": steps + config.max_staleness + 1,
-        "rollout.max_concurrent_samples": min(one.slots for one in plan.engines),
-    }
-    engines = [one.durations for one in plan.engines for _ in range(one.count)]
-    samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt)
-    return Simulation(with_keys(config, keys), plan.ranks, samples, engine_durations=engines).run()
-
-
-def best_classes(search: Search, num_played: int = PLAYED) -> list[Plan]:
-    """The best plan of each class, the best class first: of the first few as the simulator plays them, and the others
-    as the closed form has them. Raises `ResourceError` where nothing fits."""
-    plan_of(search)
-    classes = search.best()
-    first = [with_seconds(plan, played(plan, search.lengths)) for plan in classes[:num_played]]
-    return ordinary_first(first) + classes[num_played:]
-
-
-def with_seconds(plan: Plan, found: Simulated) -> Plan:
-    """The plan with the seconds of a step that were played."""
-    return replace(plan, found=replace(plan.found, step_s=found.step_s, tokens_per_s=found.tokens_per_s))
-
-
 MOST_ROWS = 8
 WIDTH = 110
 """Columns of the output at least."""
@@ -88,10 +77,36 @@ LIMITS = {
 }
 
 
+def simulate_plan(plan: Plan, lengths: Lengths, steps: int = STEPS) -> SimulationResult:
+    """Play a plan for so many steps beyond those that fill the pipeline. Raises `SimulationStuck`."""
+    config = plan.config
+    keys = {
+        "trainer.max_steps": steps + config.max_staleness + 1,
+        "rollout.max_concurrent_samples": min(one.slots for one in plan.engines),
+    }
+    engines = [one.durations for one in plan.engines for _ in range(one.count)]
+    samples = SimulatedSamples(partial(lengths.of, seed=config.seed), lengths.prompt)
+    return Simulation(with_keys(config, keys), plan.ranks, samples, engine_durations=engines).run()
+
+
+def best_classes(search: Search, num_played: int = PLAYED) -> list[Plan]:
+    """The best plan of each class, the best class first: of the first few as the simulator plays them, and the others
+    as the closed form has them. Raises `ResourceError` where nothing fits."""
+    plan_of(search)
+    classes = search.best()
+    first = [with_simulated_seconds(plan, simulate_plan(plan, search.lengths)) for plan in classes[:num_played]]
+    return ordinary_first(first) + classes[num_played:]
+
+
+def with_simulated_seconds(plan: Plan, found: SimulationResult) -> Plan:
+    """The plan with the seconds of a step that were played."""
+    return replace(plan, found=replace(plan.found, step_s=found.step_s, tokens_per_s=found.tokens_per_s))
+
+
 def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     """Plan what the command line asks for, say it, and write the best plan's keys where they are wanted. Raises
     `ConfigError`, `ResourceError` and `ProbesFailed`."""
-    number, deadline_s = asked_probes(asked.probe) if asked.probe else (0, None)
+    number, deadline_s = parse_probes(asked.probe) if asked.probe else (0, None)
     if number and asked.cluster is not None:
         raise ConfigError(
             f"--probe {asked.probe} runs plans on the cluster at RAY_ADDRESS or on this machine, and --cluster "
@@ -100,7 +115,7 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     nodes = () if asked.cluster else nodes_here()
     pilot = read_pilot(asked.pilot) if asked.pilot else None
     if pilot is not None and not (pilot.has_gpus or nodes or asked.cluster or asked.within or number):
-        chosen = machine.show(machine.Machine.here(pilot, config), console, asked.overrides)
+        chosen = machine.show(machine.CpuMachine.here(pilot, config), console, asked.overrides)
         if asked.write:
             write_overrides(Path(asked.write), chosen)
         return
@@ -108,14 +123,14 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     if pilot is not None:
         search = calibrated(search, pilot)
     if asked.within:
-        search = cheapest(search, hours_of(asked.within))
+        search = cheapest(search, parse_hours(asked.within))
     classes = best_classes(search)
     chosen = show(search, classes, console, asked.overrides)
     if number:
         place = Path("probes").absolute() / f"{config.recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
         words = [[*asked.overrides, *overrides_of(search, plan.candidate.keys)] for plan in classes[:number]]
-        probes = probe(list(zip(classes[:number], words, strict=True)), place, deadline_s, in_process, console)
-        chosen = show_probes(probes, console)
+        probes = probe(list(zip(classes[:number], words, strict=True)), place, deadline_s, run_in_process, console)
+        chosen = print_probes(probes, console)
     if asked.write:
         write_overrides(Path(asked.write), chosen)
 
@@ -147,10 +162,10 @@ def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
             raise
         say(f"plan: as the keys say. {error}")
         return list(overrides)
-    best = trimmed(search, whole)
+    best = without_idle_engines(search, whole)
     keys = overrides_of(search, best.candidate.keys)
     more = _free(search, whole, best) + _changed(config, best)
-    say(f"plan for {_cluster(search)}: {described(best)}, about {why(best)}{more} ({shlex.join(keys)})")
+    say(f"plan for {_cluster(search)}: {plan_title(best)}, about {step_parts(best)}{more} ({shlex.join(keys)})")
     return [*overrides, *keys]
 
 
@@ -172,7 +187,7 @@ def _changed(config: RunConfig, plan: Plan) -> str:
         before = RunDirectory.open(Path(config.output_dir) / config.name).read_config()
     except (OSError, PenstockError):  # a new run, or one at a URL
         return ""
-    changed = [key for key, value in plan.candidate.keys if looked_up(before, key) != value]
+    changed = [key for key, value in plan.candidate.keys if recorded_value(before, key) != value]
     return f"; the run had another split before: {', '.join(changed)} differ" * bool(changed)
 
 
@@ -206,35 +221,35 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
         style="dim",
         highlight=False,
     )
-    say(f"\nThe best is {described(best)}: {why(best)}. {_microbatches(best)}")
+    say(f"\nThe best is {plan_title(best)}: {step_parts(best)}. {_microbatches(best)}")
     for plan in classes[1:most]:
-        say(f"  {described(plan)}: {lost(best, plan)}.")
+        say(f"  {plan_title(plan)}: {reason_slower(best, plan)}.")
     if refused := _refused(search):
         say(f"  {refused}")
-    for what, plan in another_class(search):
+    for what, plan in next_better_classes(search):
         gain = plan_of(search).step_s / plan.step_s
         say(f"With {what} a step would take about {best.step_s / gain:.1f} s ({gain:.2f}x).")
-    say(f"\n{told_kernels(engine for plan in classes for engine in _engine_models(search, plan))}")
+    say(f"\n{describe_kernel_sources(engine for plan in classes for engine in _engine_models(search, plan))}")
     say(
         "The first plans were played by the simulator. Other seconds come from rates on paper and usual shares of "
         "them: ratios are truer (docs/planning.md)."
     )
-    if keys := not_counted(search.base):
+    if keys := uncounted_keys(search.base):
         say(f"Not counted: {', '.join(keys)}. Their seconds are not in the cost model; --probe measures them.")
     chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
     say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
     return chosen
 
 
-def show_probes(probes: Sequence[Probe], console: Console) -> list[str]:
+def print_probes(probes: Sequence[Probe], console: Console) -> list[str]:
     """Print predicted beside measured seconds, and the fastest. Returns all of its overrides."""
-    best = best_of(probes)
+    best = fastest_probe(probes)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    console.print(table_of_probes(probes, described))
+    console.print(table_of_probes(probes, plan_title))
     for one in probes:
         if one.failure:
-            say(f"  {described(one.plan)}: {one.failure}")
-    say(f"\nOf those that were tried the best is {described(best.plan)}: {best.step_s:.1f} s a step.")
+            say(f"  {plan_title(one.plan)}: {one.failure}")
+    say(f"\nOf those that were tried the best is {plan_title(best.plan)}: {best.step_s:.1f} s a step.")
     say(f"\n{shlex.join(['penstock', 'run', *best.overrides])}")
     return list(best.overrides)
 
@@ -257,18 +272,18 @@ def table_of(plans: Sequence[Plan]) -> Table:
     return table
 
 
-def described(plan: Plan) -> str:
+def plan_title(plan: Plan) -> str:
     """A plan in a few words."""
     return f"{_way(plan)}, engines {_engines(plan)}, ranks {_ranks(plan)}"
 
 
-def why(plan: Plan) -> str:
+def step_parts(plan: Plan) -> str:
     """What a step of the plan consists of, and what decides."""
     parts = [f"{name} {seconds:.1f} s" for name, seconds in _parts(plan.found).items() if seconds >= 0.05]
     return f"{plan.step_s:.1f} s a step ({', '.join(parts)}); {LIMITS[plan.found.limit]}"
 
 
-def lost(best: Plan, plan: Plan) -> str:
+def reason_slower(best: Plan, plan: Plan) -> str:
     """Why a plan is slower than the best, in one line."""
     if plan.step_s <= best.step_s:
         return f"{plan.step_s / best.step_s:.2f}x the time: less of a gain than the cost model can tell"
@@ -290,7 +305,7 @@ def _parts(found: Estimate) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _engine_models(search: Search, plan: Plan) -> list[Engine]:
+def _engine_models(search: Search, plan: Plan) -> list[EngineCosts]:
     """The cost model of a plan's engines, of each kind."""
     ranks = plan.candidate.ranks
     return [search.durations(plan.memory, kind, ranks).engine for kind, _ in plan.candidate.engines]

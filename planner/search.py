@@ -29,11 +29,10 @@ from penstock.orchestrator.configuration.run_memory import (
     host_parts,
 )
 from penstock.planner.candidates import SIZES, Candidate, candidates, with_keys
-from penstock.planner.costs.efficiencies import Efficiencies
-from penstock.planner.costs.run_durations import RunDurations
+from penstock.planner.cost_model import Efficiencies, RunDurations
 from penstock.planner.hardware import KINDS, GpuKind, Nodes
 from penstock.planner.lengths import Lengths
-from penstock.planner.steady import Engines, Estimate, Workload, estimate
+from penstock.planner.steady import EngineGroup, Estimate, Workload, estimate
 
 LEAST_GAIN = 0.01
 """Gain in a step that is worth another GPU, or a step more of staleness."""
@@ -53,7 +52,7 @@ class Plan:
     candidate: Candidate
     memory: RunMemory
     found: Estimate
-    engines: tuple[Engines, ...]
+    engines: tuple[EngineGroup, ...]
     ranks: RunDurations
     work: Workload
 
@@ -174,7 +173,7 @@ class Search:
         memory = self.fitting(candidate)
         ranks = self.durations(memory, candidate.ranks, candidate.ranks)
         engines = tuple(
-            Engines(count, self.durations(memory, kind, candidate.ranks), self._slots(memory))
+            EngineGroup(count, self.durations(memory, kind, candidate.ranks), self._slots(memory))
             for kind, count in candidate.engines
         )
         work = self._workload(memory)
@@ -237,12 +236,12 @@ def plan_of(search: Search) -> Plan:
         return search.best()[0]
     reasons = [refusal.reason for refusal in search.refused]
     advice = f" The last that was tried: {reasons[-1]}" if reasons else ""
-    if would := what_would_fit(search):
+    if would := changes_that_fit(search):
         advice = f" One of these would: {'; '.join(would)}."
     raise ResourceError(f"Nothing fits {_named(search.cluster)}.{advice}")
 
 
-def trimmed(search: Search, plan: Plan) -> Plan:
+def without_idle_engines(search: Search, plan: Plan) -> Plan:
     """The plan without those of its engines that gain less than `LEAST_GAIN` each."""
     while len(plan.engines) == 1 and (count := plan.engines[0].count) > 1 and plan.config.placement == "disaggregated":
         fewer = search.plan(plan.candidate.with_engines(count - 1))
@@ -252,7 +251,7 @@ def trimmed(search: Search, plan: Plan) -> Plan:
     return plan
 
 
-def what_would_fit(search: Search) -> list[str]:
+def changes_that_fit(search: Search) -> list[str]:
     """Changes of one thing after which a plan fits, the smallest of each kind: of a key, as on the command line, or of
     the cluster."""
     ways = (*_with_keys(search), *_on_clusters(search))
@@ -311,7 +310,7 @@ def cheapest(search: Search, hours: float) -> Search:
     return min(found, key=lambda one: one[0])[1]
 
 
-def another_class(search: Search) -> list[tuple[str, Plan]]:
+def next_better_classes(search: Search) -> list[tuple[str, Plan]]:
     """What would have to change for the next better class, with the best plan of it: another GPU in each node, or one
     step staler."""
     best, found = plan_of(search), list[tuple[str, Plan]]()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from penstock.planner.durations import Durations, Sync
+from penstock.planner.durations import Durations, SyncSeconds
 from penstock.planner.lengths import POINTS, Lengths
 
 CLASSES = 24
@@ -29,7 +29,7 @@ GROUPS = 64
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineGroup:
     """Engines of one kind."""
 
     count: int
@@ -97,7 +97,7 @@ class Estimate:
         return max(0.0, 1 - self.update_s / self.step_s)
 
 
-def estimate(engines: Sequence[Engines], ranks: Durations, work: Workload) -> Estimate:
+def estimate(engines: Sequence[EngineGroup], ranks: Durations, work: Workload) -> Estimate:
     """Seconds of a step. `ranks`: durations of updates, stages and weights."""
     update = ranks.update_s([_rows_of_share(work)])
     sync = ranks.sync()
@@ -116,7 +116,7 @@ def estimate(engines: Sequence[Engines], ranks: Durations, work: Workload) -> Es
 
 
 def _apart(
-    engines: Sequence[Engines], ranks: Durations, work: Workload, update: float, sync: Sync, paused: float
+    engines: Sequence[EngineGroup], ranks: Durations, work: Workload, update: float, sync: SyncSeconds, paused: float
 ) -> Estimate:
     """Seconds of a step where engines and ranks work at the same time."""
     most = [_most(one, engines, work) for one in engines]
@@ -145,30 +145,30 @@ def _apart(
 # Generation.
 
 
-def _batch_s(engines: Sequence[Engines], work: Workload) -> float:
+def _batch_s(engines: Sequence[EngineGroup], work: Workload) -> float:
     """Seconds from a batch's first token to its last, with nothing else under way."""
     return max(_drained_s(one, work, rows) for one, rows in _split(engines, work))
 
 
-def _full_s(engines: Sequence[Engines], under_way: Sequence[float], work: Workload) -> float:
+def _full_s(engines: Sequence[EngineGroup], under_way: Sequence[float], work: Workload) -> float:
     """Seconds of a batch's tokens by engines that decode so many sequences at a time."""
     rates = (one.count * _rate(one, work, number) for one, number in zip(engines, under_way, strict=True))
     return work.num_rows / sum(rates)
 
 
-def _longest_s(engines: Sequence[Engines], under_way: Sequence[float], work: Workload) -> float:
+def _longest_s(engines: Sequence[EngineGroup], under_way: Sequence[float], work: Workload) -> float:
     """Seconds of a batch's longest sequence. `under_way`: sequences that each engine decodes at a time."""
     longest = work.lengths.longest(min(work.num_rows, POINTS))
     each = (_mean_s(one, number, work) for one, number in zip(engines, under_way, strict=True))
     return max(each) * longest / work.lengths.mean
 
 
-def _mean_s(one: Engines, under_way: float, work: Workload) -> float:
+def _mean_s(one: EngineGroup, under_way: float, work: Workload) -> float:
     """Seconds in which an engine decodes a sequence, among others."""
     return work.lengths.mean * one.durations.decode_s(max(1.0, under_way), work.lengths.mean_context)
 
 
-def _most(one: Engines, engines: Sequence[Engines], work: Workload) -> float:
+def _most(one: EngineGroup, engines: Sequence[EngineGroup], work: Workload) -> float:
     """Most sequences that an engine decodes at a time, in the mean: all that the bound lets in, where it has room. A
     group has its places until the longest of its samples has ended."""
     longest = _longest(work.lengths, work.groups, work.group_size)
@@ -176,14 +176,14 @@ def _most(one: Engines, engines: Sequence[Engines], work: Workload) -> float:
     return min(one.slots * filled, (work.max_staleness + 1) * work.num_rows / sum(each.count for each in engines))
 
 
-def _rate(one: Engines, work: Workload, sequences: float) -> float:
+def _rate(one: EngineGroup, work: Workload, sequences: float) -> float:
     """Sequences a second of one engine that decodes so many in the mean: with less than one it is idle at times."""
     step = one.durations.decode_s(max(1.0, sequences), work.lengths.mean_context)
     prefill = one.durations.prefill_s(work.lengths.prompt) / work.group_size
     return sequences / (work.lengths.mean * step + sequences * prefill)
 
 
-def _split(engines: Sequence[Engines], work: Workload) -> list[tuple[Engines, float]]:
+def _split(engines: Sequence[EngineGroup], work: Workload) -> list[tuple[EngineGroup, float]]:
     """Engines, and the rows that one of each kind gets: engines take groups as they are free."""
     share = work.num_rows / sum(one.count for one in engines)
     rates = [_rate(one, work, min(one.slots, share)) for one in engines]
@@ -191,7 +191,7 @@ def _split(engines: Sequence[Engines], work: Workload) -> list[tuple[Engines, fl
     return [(one, work.num_rows * rate / whole) for rate, one in zip(rates, engines, strict=True)]
 
 
-def _drained_s(one: Engines, work: Workload, rows: float) -> float:
+def _drained_s(one: EngineGroup, work: Workload, rows: float) -> float:
     """Seconds in which one engine makes so many rows, with nothing after them."""
     lengths = work.lengths
     prefill = rows / work.group_size * one.durations.prefill_s(lengths.prompt)

@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.harness import Target, new_table, show
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.planner.asked import known_shape
 from penstock.planner.hardware import parse_cluster
 from penstock.planner.lengths import Lengths
-from penstock.planner.plan_view import played
+from penstock.planner.plan_inputs import known_shape
+from penstock.planner.plan_view import simulate_plan
 from penstock.planner.search import Search
 
 WORKLOADS, QUICK_WORKLOADS = 500, 10
@@ -71,7 +71,7 @@ def _tried(seed: int) -> dict[str, Any]:
     search = Search(config, dataflow_of(config), {"policy": shape}, parse_cluster(cluster), lengths)
     plans = draw.sample(search.plans, min(MOST_PLANS, len(search.plans)))
     plans.sort(key=lambda plan: plan.step_s)
-    seconds = [played(plan, lengths, STEPS - 1 - plan.config.max_staleness).step_s for plan in plans]
+    seconds = [simulate_plan(plan, lengths, STEPS - 1 - plan.config.max_staleness).step_s for plan in plans]
     best = min(seconds)
     return {
         "seed": seed, "model": model, "cluster": cluster, "max_staleness": bound, "plans": len(plans),

@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks.harness import Target, new_table, show
 from benchmarks.planner.published_rows import FILE, Frozen, mean_of, step_s
-from penstock.planner.costs.efficiencies import Efficiencies
+from penstock.planner.cost_model import Efficiencies
 
 LARGEST_ERROR = 0.15
 

@@ -16,9 +16,9 @@ from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.rank_memory import RankSetting, rank_memory
 from penstock.orchestrator.configuration.run_memory import GIB
-from penstock.planner.asked import known_shape
 from penstock.planner.hardware import KINDS, Nodes
 from penstock.planner.lengths import Lengths
+from penstock.planner.plan_inputs import known_shape
 from penstock.planner.search import Search
 
 ERROR, LEAST_WITHIN = 0.15, 0.9

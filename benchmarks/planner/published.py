@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.harness import Target, new_table, show
 from benchmarks.planner.published_rows import Row, rows
-from penstock.planner.costs.efficiencies import Efficiencies
+from penstock.planner.cost_model import Efficiencies
 
 MEAN_ERROR, LARGEST_ERROR, LEAST_ORDERED, DIFFERENT = 0.15, 0.25, 0.90, 0.10
 MEAN_ERROR_ALONE, LEAST_ORDERED_ALONE = 0.25, 0.85

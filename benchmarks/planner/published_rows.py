@@ -16,15 +16,12 @@ from typing import Any
 import yaml
 
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.planner.asked import known_shape
-from penstock.planner.costs.decoding import Engine
-from penstock.planner.costs.efficiencies import Efficiencies
-from penstock.planner.costs.measured import kernels_of
-from penstock.planner.costs.training import Rank
-from penstock.planner.durations import Sync
+from penstock.planner.cost_model import Efficiencies, EngineCosts, RankCosts, kernels_of
+from penstock.planner.durations import SyncSeconds
 from penstock.planner.hardware import KINDS
 from penstock.planner.lengths import Lengths
-from penstock.planner.steady import Engines, Workload, estimate
+from penstock.planner.plan_inputs import known_shape
+from penstock.planner.steady import EngineGroup, Workload, estimate
 
 FILE = Path(__file__).with_name("published.yaml")
 SLOTS = 256
@@ -50,8 +47,8 @@ class Row:
 class Durations:
     """Durations of a run that another system has made. What it computes besides the update, the ranks do."""
 
-    engine: Engine
-    rank: Rank
+    engine: EngineCosts
+    rank: RankCosts
     scored: int
 
     def prefill_s(self, tokens: int) -> float:
@@ -66,8 +63,8 @@ class Durations:
     def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
         return 0.0
 
-    def sync(self) -> Sync:
-        return Sync(0.0, 0.0)
+    def sync(self) -> SyncSeconds:
+        return SyncSeconds(0.0, 0.0)
 
     def turn_s(self) -> float:
         return 0.0
@@ -109,7 +106,7 @@ def _trainer(one: Mapping[str, Any], length: int) -> Callable[[Efficiencies, boo
     )  # fmt: skip
     shape, kind = known_shape(one["model"]), KINDS[one["kind"]]
     assert shape is not None
-    return lambda rates, lockstep: Rank(shape, kind, rates, config).update_s([length, length])
+    return lambda rates, lockstep: RankCosts(shape, kind, rates, config).update_s([length, length])
 
 
 def _run(one: Mapping[str, Any], first: Mapping[str, Any]) -> Callable[[Efficiencies, bool], float]:
@@ -134,11 +131,11 @@ def step_s(one: Mapping[str, Any], mean: float, rates: Efficiencies, lockstep: b
     lengths = _lengths(round(mean), one["cap"], one["prompt"])
     num_shares = num_ranks // train["tp"] // train["pp"]
     work = Workload(one["groups"], one["size"], lengths, num_shares, one["staleness"], one["colocated"], one["updates"])
-    rank = Rank(replace(shape, num_layers=shape.num_layers // train["pp"]), kind, rates, config)
+    rank = RankCosts(replace(shape, num_layers=shape.num_layers // train["pp"]), kind, rates, config)
     parts = one["engine_tp"]
-    engine = Engine(shape, kind, rates, parts, kernels=kernels_of(shape, kind, parts, 2, 2))
+    engine = EngineCosts(shape, kind, rates, parts, kernels=kernels_of(shape, kind, parts, 2, 2))
     durations = Durations(engine, rank, one["scored"])
-    engines = [Engines(engine_gpus // parts, durations, SLOTS)]
+    engines = [EngineGroup(engine_gpus // parts, durations, SLOTS)]
     if not lockstep or not one["staleness"]:
         return estimate(engines, durations, work).step_s
     alone = estimate(engines, durations, replace(work, max_staleness=0))

@@ -26,7 +26,7 @@ from benchmarks.harness import ROOT, Target, new_table, settle, show, spread
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.planner.calibration import read_pilot
-from penstock.planner.simulation.machine import Machine
+from penstock.planner.simulation.machine import CpuMachine
 from penstock.workers.fresh_model import build_fresh_model
 
 NUM_PROMPTS, GROUPS, SIZE, MAX_TOKENS = 512, 6, 12, 64
@@ -120,13 +120,13 @@ def compared(folder: Path, ways: Sequence[Way], runs: int) -> list[dict[str, Any
     lines = [json.dumps({"prompt": f"Calculate {17 + 3 * i % 80} + {11 + 7 * i % 80}."}) for i in range(NUM_PROMPTS)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     pilot = ran(folder, PILOT, PILOT_STEPS, "pilot", ["tracking.samples_every_steps=1"])
-    machine = Machine.here(read_pilot(pilot["place"]), load_config(_words(folder, PILOT)))
+    machine = CpuMachine.here(read_pilot(pilot["place"]), load_config(_words(folder, PILOT)))
     found = [
         {**ran(folder, way, STEPS, f"{WAYS.index(way) if way in WAYS else str(way)}-{number}"), "way": str(way)}
         for number in range(runs)
         for way in random.Random(number).sample(ways, len(ways))
     ]
-    predicted = {str(way): machine.played(load_config(_words(folder, way))).step_s for way in ways}
+    predicted = {str(way): machine.simulate_split(load_config(_words(folder, way))).step_s for way in ways}
     return [{**one, "predicted_s": predicted[one["way"]]} for one in found]
 
 

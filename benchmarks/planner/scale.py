@@ -61,10 +61,9 @@ def _simulated(bound: int, steps: int, engines: int) -> dict[str, Any]:
 
 def main() -> None:
     from penstock.orchestrator.configuration.compose import load_config
-    from penstock.planner.durations import Sync
+    from penstock.planner.durations import ConstantDurations, SyncSeconds
     from penstock.planner.lengths import Lengths
-    from penstock.planner.simulation.constant import ConstantDurations
-    from penstock.planner.simulation.members import Samples
+    from penstock.planner.simulation.simulated_members import SimulatedSamples
     from penstock.planner.simulation.simulation import Simulation
 
     bound, steps, engines = map(int, sys.argv[1:])
@@ -78,10 +77,10 @@ def main() -> None:
     )  # fmt: skip
     durations = ConstantDurations(
         decode={1: 0.0062, 32: 0.0096, 128: 0.0179, 256: 0.0302}, update_tokens_per_s=20_000,
-        synced=Sync(2.0, 0.5, 0.5), stages={"reward": 0.001},
+        synced=SyncSeconds(2.0, 0.5, 0.5), stages={"reward": 0.001},
     )  # fmt: skip
     lengths = Lengths.lognormal(1100, 4096, 0.8)
-    simulation = Simulation(config, durations, Samples(partial(lengths.of, seed=0)))
+    simulation = Simulation(config, durations, SimulatedSamples(partial(lengths.of, seed=0)))
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     found = simulation.run()
     print(

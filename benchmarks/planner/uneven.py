@@ -14,11 +14,11 @@ from benchmarks.harness import Target, new_table, show
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.planner.asked import known_shape
 from penstock.planner.candidates import Candidate
 from penstock.planner.hardware import GpuKind, Nodes, parse_cluster
 from penstock.planner.lengths import Lengths
-from penstock.planner.plan_view import best_classes, played
+from penstock.planner.plan_inputs import known_shape
+from penstock.planner.plan_view import best_classes, simulate_plan
 from penstock.planner.search import Plan, Search
 
 MIXES = ("2x8:h100,2x8:l40s", "2x8:h800,2x8:h20")
@@ -90,6 +90,6 @@ def _as_it_is(search: Search, plan: Plan, order: Sequence[Nodes]) -> float | Non
     keys = tuple((key, value) for key, value in plan.candidate.keys if key != "cluster.labels")
     try:
         found = search.plan(Candidate(keys, tuple(counts.items()), slowest, plan.candidate.num_gpus))
-        return played(found, search.lengths).step_s
+        return simulate_plan(found, search.lengths).step_s
     except PenstockError:
         return None

@@ -1,25 +1,288 @@
-"""The engines of a simulated run: they ask for groups as rollout workers do, and write what they have sampled. Members
-that die and are replaced, and engines that join.
+"""The engines of a simulated run: each decodes its sequences together, one token each a step. They ask for groups as
+rollout workers do, and write what they have sampled. Members die and are replaced, and engines join.
 
     room for a group ─▶ ask ─▶ leases ─▶ SimulatedEngine ─▶ write, ask again
     a fault ─▶ its leases go back (`Ledger.abandon`) ─▶ another in its place, with the newest version ─▶ ask
+
+An engine, and what it is interrupted for:
+
+    groups arrive ─▶ read their prompts ─▶ decode ─▶ a sequence ends ─▶ … the last of a group: its samples are done
+    a version comes ─▶ the step under way ends ─▶ pause, load ─▶ decode on
+
+There is an event only where what is decoded changes. Between two of them the engine makes so many steps as the shortest
+sequence has left; how long they take follows from the first and the last of them, since a step's time grows evenly with
+the context. What comes meanwhile waits for the end of the step under way.
 """
 
+import heapq
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from penstock.planner.durations import Durations
-from penstock.planner.simulation.engine import EngineSeconds, SampledGroup, SimulatedEngine
 from penstock.planner.simulation.events import Clock, SimulatedStore
-from penstock.planner.simulation.members import TOKEN_BYTES, Samples
+from penstock.planner.simulation.simulated_members import TOKEN_BYTES, SimulatedSamples
 from penstock.store.ledger.group import Facts, row_ids
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.service.wire import LeaseRequest
 
+MOST_STEPS = 1024
+"""Most steps that are taken at once: over more the time of a step may not grow evenly."""
+IDLE, DECODING, READING, LOADING, GONE = range(5)
+
+
+@dataclass(eq=False, slots=True)
+class SampledGroup:
+    """A group of samples that an engine makes."""
+
+    lease: HeldLease
+    group: int
+    rows: list[int]
+    prompt_tokens: int
+    lengths: Sequence[int]
+    """Tokens of each sample, at least one."""
+    stage: str
+    began: int = 0
+    """Number of the engine's step that makes its first tokens."""
+    num_left: int = 0
+    is_over: bool = False
+    """True once nobody wants its samples any more."""
+
+
+@dataclass(slots=True)
+class EngineSeconds:
+    """Seconds of an engine, and of these what it did."""
+
+    there: float = 0.0
+    decoding: float = 0.0
+    reading: float = 0.0
+    loading: float = 0.0
+
+
+class SimulatedEngine:
+    """Lifecycle: `take` and `load` at any time, `finished` is told of each group; `end` when it is gone."""
+
+    def __init__(
+        self,
+        name: str,
+        durations: Durations,
+        clock: Clock,
+        version: int,
+        finished: Callable[["SimulatedEngine", SampledGroup], None],
+        loaded: Callable[["SimulatedEngine", int], None],
+    ) -> None:
+        self.name, self.version = name, version
+        self.num_tokens = 0
+        self.groups: dict[tuple[int, int], SampledGroup] = {}
+        """Groups under way, by lease and group."""
+        self._durations, self._clock, self._finished, self._loaded = durations, clock, finished, loaded
+        self._state, self._token = IDLE, 0
+        self._since = self._counted = clock.now
+        """Time at which the state began, and until which its seconds are counted."""
+        self._seconds = [0.0] * GONE
+        """Seconds by state."""
+        self._step = 0
+        """Number of steps that were made."""
+        self._ends: list[tuple[int, int, SampledGroup]] = []
+        """Heap of the step after which each sequence ends."""
+        self._serial = 0
+        self._context = 0
+        """Tokens of all sequences."""
+        self._switches = [(0, version)]
+        """Versions, each with the first step made under it."""
+        self._arrived: list[SampledGroup] = []
+        self._read: list[SampledGroup] = []
+        self._due: int | None = None
+        """Version to be loaded."""
+        self._purges = False
+        self._first_s = self._growth_s = 0.0
+        self._planned = 0
+        """Steps under way, the time of the first of them, and by how much each next one is longer."""
+
+    def take(self, groups: Sequence[SampledGroup]) -> None:
+        """Sample these groups, too."""
+        self._arrived += groups
+        for group in groups:
+            self.groups[group.lease.id, group.group] = group
+        self._interrupt()
+
+    def load(self, version: int) -> None:
+        """Load a version of the weights, once the step under way has ended."""
+        self._due = version
+        if self._state == IDLE and not self._arrived:
+            self._count()
+            self._begin(self._clock.now)
+        else:
+            self._interrupt()
+
+    def abort(self, lease: int, group: int) -> SampledGroup | None:
+        """Stop with a group that another engine has sampled."""
+        found = self.groups.pop((lease, group), None)
+        if found is not None:
+            found.is_over = self._purges = True
+            self._interrupt()
+        return found
+
+    def end(self) -> None:
+        """Stop for good."""
+        self._count()
+        self._state, self._token = GONE, self._token + 1
+        self.groups.clear()
+
+    def versions_of(self, group: SampledGroup) -> tuple[list[int], list[int]]:
+        """The oldest version of each sample's tokens, and the sum of their versions."""
+        if group.began >= self._switches[-1][0]:
+            version = self._switches[-1][1]
+            return [version] * len(group.lengths), [version * length for length in group.lengths]
+        at = bisect_right(self._switches, (group.began, math.inf)) - 1
+        oldest, sums = self._switches[at][1], []
+        for length in group.lengths:
+            end, total = group.began + length, 0
+            for number, (start, version) in enumerate(self._switches[at:], at):
+                last = self._switches[number + 1][0] if number + 1 < len(self._switches) else end
+                total += version * max(0, min(end, last) - max(start, group.began))
+            sums.append(total)
+        return [oldest] * len(group.lengths), sums
+
+    @property
+    def is_busy(self) -> bool:
+        return self._state in (DECODING, READING, LOADING)
+
+    # What happens.
+
+    def _interrupt(self) -> None:
+        """Go on with something else as soon as the step under way allows it."""
+        now = self._clock.now
+        if self._state == IDLE:
+            self._at(now, 0)
+        elif self._state == DECODING:
+            steps = self._steps_until(now - self._since)
+            if steps < self._planned:
+                self._planned = steps
+                self._at(max(now, self._since + self._seconds_of(steps)), steps)
+
+    def _at(self, time: float, steps: int) -> None:
+        self._token += 1
+        self._clock.at(time, self._turn, (self._token, steps))
+
+    def _turn(self, told: tuple[int, int]) -> None:
+        token, steps = told
+        if token != self._token:
+            return
+        now, state = self._clock.now, self._state
+        self._seconds[state] += now - self._counted
+        self._counted = now
+        if state == DECODING:
+            self._advance(steps)
+        elif state == READING:
+            self._join()
+        elif state == LOADING:
+            self._serve()
+        if self._purges:
+            self._purge()
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        """Begin what is next."""
+        self._since = now
+        if self._due is not None:
+            self._state = LOADING
+            self._at(now + self._durations.sync().paused_s, 0)
+        elif self._arrived:
+            self._state, self._read, self._arrived = READING, self._arrived, []
+            self._at(now + self._durations.prefill_s(sum(group.prompt_tokens for group in self._read)), 0)
+        elif self._ends:
+            self._state, count = DECODING, len(self._ends)
+            steps = self._ends[0][0] - self._step
+            self._planned = steps = steps if steps < MOST_STEPS else MOST_STEPS
+            mean, decode_s = self._context / count, self._durations.decode_s
+            self._first_s = first_s = last_s = decode_s(count, mean)
+            if steps > 1:
+                last_s = decode_s(count, mean + steps - 1)
+                self._growth_s = (last_s - first_s) / (steps - 1)
+            self._at(now + steps * (first_s + last_s) / 2, steps)
+        else:
+            self._state = IDLE
+
+    def _advance(self, steps: int) -> None:
+        """Make steps: sequences that have all of their tokens end."""
+        ends = self._ends
+        self._step = step = self._step + steps
+        self.num_tokens += steps * len(ends)
+        self._context += steps * len(ends)
+        while ends and ends[0][0] <= step:
+            _, _, group = heapq.heappop(ends)
+            self._context -= group.prompt_tokens + step - group.began
+            group.num_left -= 1
+            if not group.num_left and not group.is_over:
+                del self.groups[group.lease.id, group.group]
+                self._finished(self, group)
+
+    def _join(self) -> None:
+        """Let the sequences in whose prompts were read."""
+        for group in self._read:
+            if group.is_over:
+                continue
+            group.began, group.num_left = self._step, len(group.lengths)
+            for length in group.lengths:
+                self._serial += 1
+                heapq.heappush(self._ends, (self._step + length, self._serial, group))
+            self._context += len(group.lengths) * group.prompt_tokens
+        self._read = []
+
+    def _serve(self) -> None:
+        """Serve the version that was loaded. Versions under which no sequence has begun are forgotten."""
+        assert self._due is not None
+        self.version, self._due = self._due, None
+        first = min((group.began for _, _, group in self._ends), default=self._step)
+        kept = bisect_right(self._switches, (first, math.inf)) - 1
+        self._switches = [*self._switches[kept:], (self._step, self.version)]
+        if self._switches[-2][0] == self._step:
+            del self._switches[-2]
+        self._loaded(self, self.version)
+
+    def _purge(self) -> None:
+        self._purges = False
+        self._arrived = [group for group in self._arrived if not group.is_over]
+        self._ends = [end for end in self._ends if not end[2].is_over]
+        heapq.heapify(self._ends)
+        self._context = sum(group.prompt_tokens + self._step - group.began for _, _, group in self._ends)
+
+    def count(self) -> EngineSeconds:
+        """Seconds until now."""
+        self._count()
+        return EngineSeconds(sum(self._seconds), *self._seconds[DECODING:GONE])
+
+    def _count(self) -> None:
+        if self._state != GONE:
+            self._seconds[self._state] += self._clock.now - self._counted
+            self._counted = self._clock.now
+
+    def _seconds_of(self, steps: int) -> float:
+        """Seconds of the first steps of those under way."""
+        return steps * self._first_s + self._growth_s * steps * (steps - 1) / 2
+
+    def _steps_until(self, seconds: float) -> int:
+        """Number of steps under way that end after so many seconds: those before, and the one that is being made."""
+        if not seconds:
+            return 0
+        late = seconds * (1 - 1e-12)
+        if self._seconds_of(self._planned - 1) < late:
+            return self._planned
+        base = self._first_s - self._growth_s / 2
+        root = math.sqrt(max(0.0, base * base + 2 * self._growth_s * late))
+        steps = int(late / base if abs(self._growth_s) < 1e-15 else (root - base) / self._growth_s) if base > 0 else 1
+        while steps > 1 and self._seconds_of(steps - 1) >= late:
+            steps -= 1
+        while self._seconds_of(steps) < late:
+            steps += 1
+        return max(1, steps)
+
 
 @dataclass(frozen=True)
-class Changes:
+class FleetChanges:
     """Members that die, and engines that join."""
 
     mean_s: float = 0.0
@@ -51,8 +314,8 @@ class SimulatedEngines:
         sampling: Sampling,
         store: SimulatedStore,
         clock: Clock,
-        samples: Samples,
-        changes: Changes,
+        samples: SimulatedSamples,
+        changes: FleetChanges,
         random: Random,
     ) -> None:
         """`durations`: of each engine; those that join are as the last one."""

@@ -21,11 +21,9 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.calibration import Pilot
 from penstock.planner.candidates import with_keys
-from penstock.planner.costs.processors import NOTHING, ProcessorCosts, ProcessorDurations
-from penstock.planner.costs.recorded import read_costs
-from penstock.planner.simulation.members import Samples
-from penstock.planner.simulation.result import Simulated
-from penstock.planner.simulation.simulation import Simulation
+from penstock.planner.processors import NOTHING, ProcessorCosts, ProcessorDurations, read_costs
+from penstock.planner.simulation.simulated_members import SimulatedSamples
+from penstock.planner.simulation.simulation import Simulation, SimulationResult
 
 STEPS = 40
 """Steps that are played of each split: the lengths of ten batches are still luck."""
@@ -34,7 +32,7 @@ Keys = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Machine:
+class CpuMachine:
     """A machine's cores, and a run on them."""
 
     num_cores: int
@@ -43,7 +41,7 @@ class Machine:
     """A run whose split is asked for; the pilot's differs from it in its split alone."""
 
     @classmethod
-    def here(cls, pilot: Pilot, base: RunConfig) -> "Machine":
+    def here(cls, pilot: Pilot, base: RunConfig) -> "CpuMachine":
         return cls(len(os.sched_getaffinity(0)), pilot, base)
 
     @cached_property
@@ -56,17 +54,17 @@ class Machine:
             raise ConfigError(
                 f"--from {self.pilot.place}: {error}. Let it make ten steps with tracking.samples_every_steps=1."
             ) from None
-        return found.scaled(self.pilot.step_s / self.played(own, found).step_s)
+        return found.scaled(self.pilot.step_s / self.simulate_split(own, found).step_s)
 
     def durations(self, config: RunConfig, costs: ProcessorCosts | None = None) -> ProcessorDurations:
         """The durations of a split. `costs`: None: those of the pilot."""
         return ProcessorDurations(costs or self.costs, config, self.num_cores, self.pilot.lengths.prompt)
 
-    def played(self, config: RunConfig, costs: ProcessorCosts | None = None) -> Simulated:
+    def simulate_split(self, config: RunConfig, costs: ProcessorCosts | None = None) -> SimulationResult:
         """Play a split. `costs`: None: those of the pilot."""
         shortened = replace(config, trainer=replace(config.trainer, max_steps=STEPS))
         durations, lengths = self.durations(shortened, costs), self.pilot.lengths
-        samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt)
+        samples = SimulatedSamples(partial(lengths.of, seed=config.seed), lengths.prompt)
         return Simulation(shortened, durations, samples, cores=durations.cores()).run()
 
     def splits(self) -> Iterator[Keys]:
@@ -82,13 +80,13 @@ class Machine:
                     "trainer.num_ranks": ranks, "trainer.num_threads": of_rank,
                 }  # fmt: skip
 
-    def best(self) -> list[tuple[Simulated, Keys]]:
+    def best(self) -> list[tuple[SimulationResult, Keys]]:
         """All splits with what they were played to be, fastest first; of equal ones that with fewer members."""
-        found = [(self.played(with_keys(self.base, keys)), keys) for keys in self.splits()]
+        found = [(self.simulate_split(with_keys(self.base, keys)), keys) for keys in self.splits()]
         return sorted(found, key=lambda one: (round(one[0].step_s, 3), sum(one[1].values())))
 
 
-def show(machine: Machine, console: Console, overrides: Sequence[str]) -> list[str]:
+def show(machine: CpuMachine, console: Console, overrides: Sequence[str]) -> list[str]:
     """Print the best splits. `overrides`: those that the command was given. Returns all of the best one's."""
     best = machine.best()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

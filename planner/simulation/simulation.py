@@ -1,42 +1,160 @@
 """A run's dataflow on a virtual clock: its members and their events, from a configuration to an outcome.
 
-    config ─▶ Dataflow, StoreSpec, actors ─▶ SimulatedStore, SimulatedEngines, SimulatedTrainer, … ─▶ Simulated
+    config ─▶ Dataflow, StoreSpec, actors ─▶ SimulatedStore, SimulatedEngines, SimulatedTrainer, … ─▶ SimulationResult
 
 What the store decides is decided by the run's own ledger, admission, rounds, shares and stragglers; nothing of it is
 modelled. Not simulated: evaluation, checkpoints, what calls and rows cost on their way, the turns of environments (an
 attempt is one response), the length of what a filter drops (any unit may be dropped).
+
+The outcome says how long a step takes, who was busy, and what each side waited for. The first `max_staleness + 1` steps
+fill the pipeline. They are left out of rates and shares where there are others.
 """
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from random import Random
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.resolved import resolve
-from penstock.planner.costs.processors import Cores
 from penstock.planner.durations import Durations
-from penstock.planner.simulation.engines import Changes, Sampling, SimulatedEngines
+from penstock.planner.processors import Cores
+from penstock.planner.simulation.engines import EngineSeconds, FleetChanges, Sampling, SimulatedEngines
 from penstock.planner.simulation.events import Clock, SimulatedStore
-from penstock.planner.simulation.members import (
-    Samples,
+from penstock.planner.simulation.simulated_members import (
     ScorerTeam,
     SimulatedPrompts,
+    SimulatedSamples,
     StageActor,
     StageResults,
 )
-from penstock.planner.simulation.result import Account, Simulated
-from penstock.planner.simulation.trainer import SimulatedTrainer
+from penstock.planner.simulation.simulated_trainer import PROMPTS, SimulatedStep, SimulatedTrainer
 from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StageSpec, StoreSpec
 
+UPDATE, SYNC, TURN = "updating", "waiting for the weight sync", "changing turns"
 NEVER_S = 1e12
 """Time after which leases run out: whoever lives renews its own."""
 MOST_EVENTS = 20_000_000
 """Most events of one step: a hundred times those of 100,000 samples."""
 ROLLOUT, GREEDY = "rollout", "greedy_rollout"
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """The outcome of a simulated run."""
+
+    num_steps: int
+    seconds: float
+    """Seconds of the whole run."""
+    step_s: float
+    """Mean seconds of a step, once the pipeline is full."""
+    tokens_per_s: float
+    """Sampled tokens that were trained, a second."""
+    samples_per_s: float
+    engines: Mapping[str, float]
+    """Shares of the engines' time, by what they did; they sum to 1. Empty without engines."""
+    ranks: Mapping[str, float]
+    """Shares of the ranks' time, by what they did or waited for; they sum to 1."""
+    staleness: Mapping[int, int]
+    """Rows that were trained, by the staleness of their oldest token."""
+    staleness_mean: float
+    """Mean staleness of all tokens, in versions."""
+    dropped: Mapping[str, int]
+    """Rows that were dropped, by reason."""
+    num_faults: int
+    num_events: int
+    steps_s: tuple[float, ...] = ()
+    """Seconds of each step, from the end of the one before to its own."""
+
+
+class ResultCounter:
+    """A watcher that counts. Lifecycle: told of each step; `result` once the run is over."""
+
+    def __init__(
+        self, store: SimulatedStore, clock: Clock, engines: SimulatedEngines | None, num_steps: int, num_first: int
+    ) -> None:
+        """`num_first`: steps that fill the pipeline."""
+        self._store, self._clock, self._engines, self._num_steps = store, clock, engines, num_steps
+        self._num_first = num_first if num_first < num_steps else 0
+        self._began, self._before = 0.0, EngineSeconds()
+        """Seconds after which the steps that count began, and what engines had done until then."""
+        self._ended: list[float] = []
+        self._ranks: dict[str, float] = defaultdict(float)
+        self._tokens = self._rows = 0
+        self._staleness: Counter[int] = Counter()
+        self._staleness_sum = self._all_tokens = 0
+
+    def trained(self, step: SimulatedStep) -> None:
+        groups, size = self._store.ledger.residents.groups, self._store.ledger.residents.size
+        notes = self._store.notes
+        version, tokens, rows = step.step - 1, 0, sum(map(len, step.parts))
+        for number in {row // size for part in step.parts for row in part}:
+            group = groups[number]
+            of_group = sum(group.of_live(group.response_tokens))
+            tokens += of_group
+            if sums := notes[number].version_sums:
+                self._staleness_sum += version * of_group - sum(group.of_live(sums))
+                self._staleness.update(version - oldest for oldest in group.of_live(group.oldest))
+        self._all_tokens += tokens
+        if step.step > self._num_first:
+            self._tokens += tokens
+            self._rows += rows
+
+    def closed(self, step: SimulatedStep) -> None:
+        if step.step > self._num_first:
+            phases = {f"waiting for {stage}": seconds for stage, seconds in step.waits.items()} | {
+                TURN: step.taken - step.formed,
+                UPDATE: step.updated - step.taken,
+                SYNC: step.closed - step.updated,
+            }
+            for what, seconds in phases.items():
+                if seconds > 0:
+                    self._ranks[what] += seconds
+
+    def served(self, step: SimulatedStep) -> None:
+        self._ended.append(self._clock.passed_s)
+        if step.step == self._num_first:
+            self._began = self._clock.passed_s
+            self._before = self._engines.seconds() if self._engines is not None else EngineSeconds()
+
+    def result(self) -> SimulationResult:
+        seconds = self._ended[-1] - self._began
+        counters = self._store.ledger.counters
+        ends = [0.0, *self._ended]
+        shares = sum(self._ranks.values())
+        return SimulationResult(
+            num_steps=self._num_steps,
+            seconds=self._ended[-1],
+            step_s=seconds / (self._num_steps - self._num_first),
+            tokens_per_s=self._tokens / seconds if seconds else 0.0,
+            samples_per_s=self._rows / seconds if seconds else 0.0,
+            engines=self._engine_shares(),
+            ranks={what: value / shares for what, value in sorted(self._ranks.items(), key=lambda one: -one[1])},
+            staleness=dict(sorted(self._staleness.items())),
+            staleness_mean=self._staleness_sum / self._all_tokens if self._all_tokens else 0.0,
+            dropped={name.partition("/")[2]: n for name, n in counters.items() if name.startswith("dropped/")},
+            num_faults=self._engines.num_lost if self._engines is not None else 0,
+            num_events=self._clock.num_events,
+            steps_s=tuple(after - before for before, after in pairwise(ends)),
+        )
+
+    def _engine_shares(self) -> dict[str, float]:
+        if self._engines is None:
+            return {}
+        now, before = self._engines.seconds(), self._before
+        there = now.there - before.there
+        busy = {
+            "decoding": now.decoding - before.decoding,
+            "reading prompts": now.reading - before.reading,
+            "loading weights": now.loading - before.loading,
+        }
+        busy[f"waiting for {PROMPTS}"] = max(0.0, there - sum(busy.values()))
+        return {what: seconds / there for what, seconds in busy.items()} if there else {}
 
 
 class SimulationStuck(PenstockError):
@@ -47,13 +165,14 @@ class SimulationStuck(PenstockError):
 class Simulation:
     """Lifecycle: made of a configuration, `run` once.
 
-    Simulation(load_config(["recipe=arithmetic"]), ConstantDurations(), Samples(lambda group, sample: 100)).run()
+    samples = SimulatedSamples(lambda group, sample: 100)
+    Simulation(load_config(["recipe=arithmetic"]), ConstantDurations(), samples).run()
     """
 
     config: RunConfig
     durations: Durations
-    samples: Samples
-    changes: Changes = field(default_factory=Changes)
+    samples: SimulatedSamples
+    changes: FleetChanges = field(default_factory=FleetChanges)
     engine_durations: Sequence[Durations] = ()
     """Durations of each engine, where engines differ; empty: `durations` are every engine's."""
     cores: Cores | None = None
@@ -81,10 +200,10 @@ class Simulation:
         SimulatedPrompts(self.store, self.samples, brings)
         self.actors = [actor for stage in spec.stages for actor in self._made_actors(stage, random)]
         num_first = config.max_staleness + 1 if self.engines is not None else 0
-        self.account = Account(self.store, self.clock, self.engines, trainer.max_steps, num_first)
+        self.account = ResultCounter(self.store, self.clock, self.engines, trainer.max_steps, num_first)
         self.trainer.watchers.append(self.account)
 
-    def run(self) -> Simulated:
+    def run(self) -> SimulationResult:
         """Play all steps. Raises `SimulationStuck`."""
         with _few_collections():
             self._play()
@@ -151,7 +270,9 @@ def _few_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def simulate(config: RunConfig, durations: Durations, samples: Samples, changes: Changes | None = None) -> Simulated:
+def simulate(
+    config: RunConfig, durations: Durations, samples: SimulatedSamples, changes: FleetChanges | None = None
+) -> SimulationResult:
     """Play a run and return its outcome. `config`: as of a run; its `trainer.max_steps` are played. Raises what a run's
     configuration can be wrong with, `SimulationStuck`."""
-    return Simulation(config, durations, samples, changes or Changes()).run()
+    return Simulation(config, durations, samples, changes or FleetChanges()).run()

@@ -10,9 +10,9 @@ import pytest
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.planner.asked import search_of
 from penstock.planner.calibration import SPLIT, calibrated, read_pilot
-from penstock.planner.costs.efficiencies import Efficiencies
+from penstock.planner.cost_model import Efficiencies
+from penstock.planner.plan_inputs import search_of
 from penstock.planner.search import Search
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",

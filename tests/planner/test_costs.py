@@ -6,11 +6,9 @@ import pytest
 
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.model_shape import ModelShape
-from penstock.planner.asked import known_shape
-from penstock.planner.costs.decoding import Engine, active_parameters
-from penstock.planner.costs.efficiencies import Efficiencies
-from penstock.planner.costs.training import Rank
+from penstock.planner.cost_model import Efficiencies, EngineCosts, RankCosts, active_parameters
 from penstock.planner.hardware import KINDS
+from penstock.planner.plan_inputs import known_shape
 
 H100, FACTORS = KINDS["h100"], Efficiencies()
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -32,7 +30,7 @@ def shape_of(name: str) -> ModelShape:
 
 @pytest.mark.parametrize(("name", "parts", "milliseconds"), KERNELS)
 def test_a_decode_step_takes_what_was_measured(name: str, parts: int, milliseconds: tuple[float, ...]) -> None:
-    engine = Engine(shape_of(name), H100, FACTORS, parts)
+    engine = EngineCosts(shape_of(name), H100, FACTORS, parts)
     found = [1e3 * engine.kernels_s(batch, 2000) / real for batch, real in zip(BATCHES, milliseconds, strict=True)]
     assert sorted(found)[1] > 0.86, "one of the six may be lower"
     assert min(found) > 0.78
@@ -76,7 +74,7 @@ def test_an_update_takes_what_its_products_take() -> None:
     optimizer = shape.num_parameters * 28 / (H100.bandwidth * factors.bandwidth)
 
     def seconds(config: TrainerConfig) -> float:
-        return Rank(shape, H100, factors, config).update_s([tokens])
+        return RankCosts(shape, H100, factors, config).update_s([tokens])
 
     assert seconds(plain) == pytest.approx(3 * products + 3 * scores + optimizer)
     assert seconds(replace(plain, activation_checkpointing=True)) == pytest.approx(
@@ -98,7 +96,7 @@ def test_what_is_offloaded_is_copied_for_each_pass_of_each_micro_batch(lora: int
         lora=LoraConfig(rank=lora),
     )  # fmt: skip
     offloaded, rows = replace(kept, offload=True), [4096] * 2
-    on_gpu, on_host = (Rank(shape, H100, factors, config) for config in (kept, offloaded))
+    on_gpu, on_host = (RankCosts(shape, H100, factors, config) for config in (kept, offloaded))
     optimizer = 0.0 if lora else 28 * (1 / 25e9 - 1 / (H100.bandwidth * factors.bandwidth))
     more = shape.num_parameters * (2 * copies * 4 / 50e9 + optimizer)
     assert on_host.update_s(rows) - on_gpu.update_s(rows) == pytest.approx(more)
@@ -113,9 +111,9 @@ def test_experts_attain_less_than_other_products() -> None:
     config = TrainerConfig(dtype="bfloat16", activation_checkpointing=False, num_gpus_per_rank=1)
     experts = 2 * 48 * 8 * (3 * 2048 * 768 + 2048) * tokens / H100.flops
     like_others = replace(factors, training_mixture=factors.training)
-    more = Rank(shape, H100, factors, config).score_s([tokens]) - Rank(shape, H100, like_others, config).score_s(
-        [tokens]
-    )
+    more = RankCosts(shape, H100, factors, config).score_s([tokens]) - RankCosts(
+        shape, H100, like_others, config
+    ).score_s([tokens])
     assert more == pytest.approx(experts / factors.training_mixture - experts / factors.training)
 
 
@@ -123,10 +121,10 @@ def test_splitting_costs_collectives_and_saves_products() -> None:
     shape = shape_of("Qwen/Qwen3-32B")
     config = TrainerConfig(dtype="bfloat16", num_ranks=16, num_gpus_per_rank=1, activation_checkpointing=True)
     rows = [4000] * 8
-    alone = Rank(shape, H100, FACTORS, config).update_s(rows)
-    split = Rank(shape, H100, FACTORS, replace(config, tensor_parallel_size=8)).update_s(rows)
+    alone = RankCosts(shape, H100, FACTORS, config).update_s(rows)
+    split = RankCosts(shape, H100, FACTORS, replace(config, tensor_parallel_size=8)).update_s(rows)
     slow = replace(H100, link=H100.link / 20)
     assert split < alone
-    assert Rank(shape, slow, FACTORS, replace(config, tensor_parallel_size=8)).update_s(rows) > split
-    within = Rank(shape, H100, FACTORS, replace(config, shard_size=8)).update_s(rows)
+    assert RankCosts(shape, slow, FACTORS, replace(config, tensor_parallel_size=8)).update_s(rows) > split
+    within = RankCosts(shape, H100, FACTORS, replace(config, shard_size=8)).update_s(rows)
     assert within < alone, "weights are gathered within a node"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.planner.asked import kind_called
 from penstock.planner.hardware import KINDS, GpuKind, kind_of, parse_cluster
-from penstock.workers.weights.publication.timing import BUSES
+from penstock.planner.plan_inputs import kind_of_device
+from penstock.workers.weights.publication.costs import BUSES
 
 
 def test_nodes_of_several_kinds_are_read() -> None:
@@ -53,7 +53,7 @@ def test_a_kind_that_no_plan_is_for_is_refused_with_the_reason(name: str, why: s
     ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, "rtx-pro-6000"), ("Tesla K80", 11.0, None),
 ])  # fmt: skip
 def test_a_kind_is_known_by_its_drivers_name(name: str, gib: float, kind: str | None) -> None:
-    found = kind_called(name, gib)
+    found = kind_of_device(name, gib)
     assert (found and found.name) == kind
 
 

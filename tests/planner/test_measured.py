@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from penstock.cli.main import main
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.planner.asked import known_shape, search_of
-from penstock.planner.costs.decoding import Engine, told_kernels
-from penstock.planner.costs.efficiencies import Efficiencies
-from penstock.planner.costs.measured import BATCHES, CONTEXTS, Measured, kernels_of, rising
+from penstock.planner.cost_model import (
+    BATCHES,
+    CONTEXTS,
+    Efficiencies,
+    EngineCosts,
+    KernelTables,
+    describe_kernel_sources,
+    kernels_of,
+    rising,
+)
 from penstock.planner.hardware import KINDS, GpuKind
+from penstock.planner.plan_inputs import known_shape, search_of
 
 BETWEEN, MOST_BETWEEN = 0.05, 0.06
 """Largest distance from the tables between points of the grid: of 99 in 100, and of any."""
@@ -33,7 +40,7 @@ SMALL = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "rollout.max_m
          "rollout.sampling.max_tokens=1024", "trainer.groups_per_step=8")  # fmt: skip
 
 
-def measured(name: str, parts: int, kind: str = "h100") -> Measured:
+def measured(name: str, parts: int, kind: str = "h100") -> KernelTables:
     shape = known_shape(name)
     assert shape is not None
     found = kernels_of(shape, KINDS[kind], parts, 2, 2).measured
@@ -82,7 +89,7 @@ def test_prompts_that_are_longer_take_longer_also_in_pieces(tokens: list[int]) -
 
 def test_points_are_even_between_two_by_hand() -> None:
     decode = [[float(batch + context) for context in CONTEXTS] for batch in BATCHES]
-    engine = Measured(decode, [1.0] * 9)
+    engine = KernelTables(decode, [1.0] * 9)
     assert engine.decode_s(100.5, 3000) == pytest.approx(3100.5)
     assert engine.decode_s(6000, 200_000) == pytest.approx(206_000)
 
@@ -117,9 +124,9 @@ def test_what_the_tables_do_not_know_is_the_rooflines(
     assert SHAPE is not None
     found = kernels_of(SHAPE, kind, parts, *widths)
     assert (found.measured, found.why) == (None, why)
-    engine = Engine(SHAPE, kind, Efficiencies(), parts, *widths, found)
+    engine = EngineCosts(SHAPE, kind, Efficiencies(), parts, *widths, found)
     assert engine.kernels_s(8, 100) == replace(engine, kernels=type(found)()).kernels_s(8, 100)
-    assert told_kernels([engine]) == f"Kernel times of engines: {kind.name} from a roofline ({why})."
+    assert describe_kernel_sources([engine]) == f"Kernel times of engines: {kind.name} from a roofline ({why})."
 
 
 def test_without_the_extra_plans_are_made_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

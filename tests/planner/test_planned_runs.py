@@ -23,7 +23,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR
 from penstock.orchestrator.configuration.sweep import points_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.planner import asked
+from penstock.planner import plan_inputs
 from penstock.planner.plan_view import with_plan
 from tests.amounts import amount
 
@@ -41,7 +41,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
         found = [
             Node(str(at), f"n{at}", f"10.0.0.{at}", CPUS_PER_GPU * max(1, gpus), gpus, labels) for at in range(count)
         ]
-        monkeypatch.setattr(asked, "look", lambda: found)
+        monkeypatch.setattr(plan_inputs, "look", lambda: found)
         return found
 
     return there
@@ -85,7 +85,7 @@ def test_a_cluster_that_does_not_answer_is_left_to_the_checks(monkeypatch: pytes
     def silent() -> None:
         raise ResourceError("RAY_ADDRESS=there: the cluster did not answer")
 
-    monkeypatch.setattr(asked, "look", silent)
+    monkeypatch.setattr(plan_inputs, "look", silent)
     assert planned(*GSM8K) == ([], "")
 
 

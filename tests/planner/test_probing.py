@@ -17,18 +17,18 @@ from penstock.conf.errors import ConfigError
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.planner import plan_view
-from penstock.planner.asked import search_of
-from penstock.planner.probing import (
+from penstock.planner.calibration import (
     STEPS,
     Probe,
     ProbeOverdue,
     ProbesFailed,
-    asked_probes,
-    best_of,
+    fastest_probe,
     first_steps,
-    in_process,
+    parse_probes,
     probe,
+    run_in_process,
 )
+from penstock.planner.plan_inputs import search_of
 from penstock.planner.search import Plan
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "rollout.max_model_len=1536",
@@ -108,7 +108,7 @@ def tried(plans: Sequence[Plan], place: Path, runs: Runs, deadline_s: float | No
 def test_the_fastest_is_kept_whatever_was_predicted(plans: list[Plan], tmp_path: Path) -> None:
     found, said = tried(plans, tmp_path, Runs(takes(3.0), takes(2.0), takes(4.0)))
     assert [one.step_s for one in found] == pytest.approx([3.0, 2.0, 4.0])
-    best = best_of(found)
+    best = fastest_probe(found)
     assert best.plan is plans[1]
     assert best.overrides == (*WORDS, "seed=1")
     assert "probe 2 of 3" in said
@@ -142,7 +142,7 @@ def test_a_failure_has_a_name_and_ends_no_other_probe(plans: list[Plan], tmp_pat
     assert found[0].failure.startswith(name)
     assert found[0].step_s == 0
     assert [one.failure for one in found[1:]] == ["", ""]
-    assert best_of(found) is found[2]
+    assert fastest_probe(found) is found[2]
 
 
 def test_where_all_fail_each_says_why(plans: list[Plan], tmp_path: Path) -> None:
@@ -167,18 +167,18 @@ def test_every_probe_has_a_deadline(plans: list[Plan], tmp_path: Path) -> None:
 def test_a_run_that_is_not_done_in_time_is_ended(tmp_path: Path) -> None:
     forever = [sys.executable, "-c", "import time\nwhile True: time.sleep(60)"]
     with pytest.raises(ProbeOverdue, match="--probe N:MINUTES"):
-        in_process([], tmp_path / "log", 0.2, forever)
+        run_in_process([], tmp_path / "log", 0.2, forever)
     prints = [sys.executable, "-c", "import sys; print(sys.argv[1]); sys.exit(3)"]
-    assert in_process(["word"], tmp_path / "other", 900, prints) == 3
+    assert run_in_process(["word"], tmp_path / "other", 900, prints) == 3
     assert (tmp_path / "other").read_text() == "word\n"
 
 
 def test_what_is_asked_is_read_and_refused_by_name() -> None:
-    assert asked_probes("3") == (3, None)
-    assert asked_probes("2:20") == (2, 1200)
+    assert parse_probes("3") == (3, None)
+    assert parse_probes("2:20") == (2, 1200)
     for text in ("0", "many", "3:0", "3:soon", "-1"):
         with pytest.raises(ConfigError, match="--probe 3:20"):
-            asked_probes(text)
+            parse_probes(text)
 
 
 def test_the_command_writes_the_keys_of_the_fastest(
@@ -187,7 +187,7 @@ def test_the_command_writes_the_keys_of_the_fastest(
     nodes = [Node("n", "n", "10.0.0.1", 64, 4, {"ray.io/accelerator-type": "H100"})]
     runs = Runs(fails, takes(7.0))
     monkeypatch.setattr(plan_view, "nodes_here", lambda: nodes)
-    monkeypatch.setattr(plan_view, "in_process", runs)
+    monkeypatch.setattr(plan_view, "run_in_process", runs)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", WORDS[0], "--probe", "2", *WORDS[1:], "--lengths", "400", "--write", "keys"]) == 0
     said, keys = capsys.readouterr().out, (tmp_path / "keys").read_text().split()

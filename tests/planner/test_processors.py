@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.run import RunConfig
-from penstock.planner.costs.processors import (
+from penstock.planner.processors import (
     NOTHING,
     Cores,
     ProcessorCosts,
     ProcessorDurations,
+    SampledGroup,
+    fit_costs,
+    fit_decoding,
     gain,
 )
-from penstock.planner.costs.recorded import SampledGroup, costs_of, decoding
 from penstock.planner.simulation.simulation import Simulation
 from tests.amounts import amount
 from tests.planner.simulation.played import TEN, config_of, played
@@ -137,7 +139,7 @@ def test_costs_are_found_again_in_the_records_of_a_run(threads: int) -> None:
     config = config_of(**{**ALONE, "trainer.num_threads": threads})
     lines, rows = recorded(config)
     unknown = replace(NOTHING, engine_gains=COSTS.engine_gains, rank_gains=COSTS.rank_gains)
-    found = costs_of(lines, rows, split(config, 2, unknown))
+    found = fit_costs(lines, rows, split(config, 2, unknown))
     for name, seconds in vars(COSTS).items():
         assert getattr(found, name) == pytest.approx(seconds, abs=2e-3)
 
@@ -146,7 +148,7 @@ def test_a_run_without_its_samples_says_too_little() -> None:
     config = config_of(**ALONE)
     lines, _ = recorded(config)
     with pytest.raises(ValueError, match="too few steps"):
-        costs_of(lines, {}, split(config, 2))
+        fit_costs(lines, {}, split(config, 2))
 
 
 def test_groups_that_are_decoded_at_once_share_their_steps() -> None:
@@ -159,7 +161,7 @@ def test_groups_that_are_decoded_at_once_share_their_steps() -> None:
             ends.append(ends[-1] + 0.1 + 0.01 * sum(length > step for lengths in batch for length in lengths))
         groups += [SampledGroup(at, ends[max(lengths)], lengths) for lengths in batch]
         at = ends[-1]
-    decode_s, sequence_s, group_s = decoding([groups], one_at_a_time=False)
+    decode_s, sequence_s, group_s = fit_decoding([groups], one_at_a_time=False)
     for count in (4, 12, 24):
         assert decode_s + count * sequence_s == pytest.approx(0.1 + 0.01 * count, rel=0.01)
     assert group_s < 0.02

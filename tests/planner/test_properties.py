@@ -17,8 +17,8 @@ from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR, gpu_bytes
 from penstock.orchestrator.configuration.run_memory import RunMemory, choose_auto
-from penstock.planner.asked import overrides_of, search_of
 from penstock.planner.hardware import KINDS, GpuKind, Nodes
+from penstock.planner.plan_inputs import overrides_of, search_of
 from penstock.planner.search import Plan, Search
 from tests.amounts import amount
 from tests.orchestrator.cluster.placement.clusters import node

@@ -17,9 +17,9 @@ from penstock.orchestrator.configuration.memory_view import required_bytes
 from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import checks
-from penstock.planner.asked import hours_of, kinds_of, lengths_of, not_counted, overrides_of, search_of
 from penstock.planner.candidates import with_keys
-from penstock.planner.search import Search, another_class, cheapest, plan_of, what_would_fit
+from penstock.planner.plan_inputs import lengths_of, nodes_by_kind, overrides_of, parse_hours, search_of, uncounted_keys
+from penstock.planner.search import Search, changes_that_fit, cheapest, next_better_classes, plan_of
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
          "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=32")  # fmt: skip
@@ -129,7 +129,7 @@ def test_where_nothing_fits_it_says_what_would(
     search = search_of(load_config(config_words(model, words)), cluster, None)
     with pytest.raises(ResourceError, match=re.escape(f"Nothing fits {cluster}. One of these would: ")) as error:
         plan_of(search)
-    changes = what_would_fit(search)
+    changes = changes_that_fit(search)
     assert set(named) <= set(changes)
     for one in changes:
         assert one in str(error.value)
@@ -173,19 +173,19 @@ def test_the_cheapest_part_that_is_done_in_time_is_found() -> None:
 
 
 def test_the_next_better_class_is_named() -> None:
-    found = dict(another_class(searched("2x8:h100")))
+    found = dict(next_better_classes(searched("2x8:h100")))
     assert list(found) == ["max_staleness=1", "a cluster of 3x8:h100"]
 
 
 def test_what_a_cluster_has_is_known_by_rays_labels() -> None:
     nodes = [Node(str(n), f"n{n}", f"10.0.0.{n}", 64, 8, {"ray.io/accelerator-type": "H100"}) for n in range(2)]
-    (held,) = kinds_of([replace(node, memory=size) for node, size in zip(nodes, (2e12, 1e12), strict=True)])
+    (held,) = nodes_by_kind([replace(node, memory=size) for node, size in zip(nodes, (2e12, 1e12), strict=True)])
     assert held.host_bytes == 1e12
-    assert [str(one) for one in kinds_of([Node("d", "d", "10.0.0.9", 8), *nodes])] == ["2x8:h100"]
+    assert [str(one) for one in nodes_by_kind([Node("d", "d", "10.0.0.9", 8), *nodes])] == ["2x8:h100"]
     with pytest.raises(ResourceError, match="--cluster 2x8:h100"):
-        kinds_of([Node("d", "d", "10.0.0.9", 8)])
+        nodes_by_kind([Node("d", "d", "10.0.0.9", 8)])
     with pytest.raises(ResourceError, match=r"accelerator-type=MI300X"):
-        kinds_of([Node("d", "d", "10.0.0.9", 8, 8, {"ray.io/accelerator-type": "MI300X"})])
+        nodes_by_kind([Node("d", "d", "10.0.0.9", 8, 8, {"ray.io/accelerator-type": "MI300X"})])
 
 
 def test_what_is_asked_wrongly_is_refused_by_name() -> None:
@@ -193,7 +193,7 @@ def test_what_is_asked_wrongly_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--lengths 'many'"):
         lengths_of(config, "many")
     with pytest.raises(ConfigError, match="--within"):
-        hours_of("12")
+        parse_hours("12")
     with pytest.raises(ConfigError, match=r"config\.json"):
         search_of(load_config([*WORDS[:1], "model.path=someone/else"]), "1x8:h100", None)
 
@@ -201,9 +201,9 @@ def test_what_is_asked_wrongly_is_refused_by_name() -> None:
 def test_keys_that_no_plan_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trainer.compile=true", "trainer.activation_offload=true", "+rollout.engine_options.quantization=fp8",
              "+rollout.engine_options.kv_cache_dtype=fp8"]  # fmt: skip
-    assert not_counted(load_config([*WORDS])) == []
+    assert uncounted_keys(load_config([*WORDS])) == []
     told = ["trainer.compile=true", "trainer.activation_offload=true", "rollout.engine_options.quantization=fp8"]
-    assert not_counted(load_config([*WORDS, *words])) == told
+    assert uncounted_keys(load_config([*WORDS, *words])) == told
     assert main(["plan", *WORDS, *words, "--cluster", "1x2:h100", "--lengths", "1000"]) == 0
     assert f"Not counted: {', '.join(told)}." in capsys.readouterr().out
 

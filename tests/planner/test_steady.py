@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.planner.durations import Sync
+from penstock.planner.durations import SyncSeconds
 from penstock.planner.lengths import POINTS, Lengths
-from penstock.planner.steady import Engines, Workload, estimate
+from penstock.planner.steady import EngineGroup, Workload, estimate
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Constant:
     def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
         return 2.0
 
-    def sync(self) -> Sync:
-        return Sync(self.sealed_s, 0.5, 0.25)
+    def sync(self) -> SyncSeconds:
+        return SyncSeconds(self.sealed_s, 0.5, 0.25)
 
     def turn_s(self) -> float:
         return self.turn
@@ -47,15 +47,15 @@ WORK = Workload(groups=4, group_size=2, lengths=TEN, num_shares=2)
 
 def test_a_synchronous_step_is_the_sum() -> None:
     """Two engines decode four sequences each in ten steps of 0.14 s; two ranks train four rows each in 2 s."""
-    found = estimate([Engines(2, Constant(), 256)], Constant(), replace(WORK, stages=(("reward", 1),)))
+    found = estimate([EngineGroup(2, Constant(), 256)], Constant(), replace(WORK, stages=(("reward", 1),)))
     assert found.rollout_s == pytest.approx(1.4)
     assert found.step_s == pytest.approx(1.4 + 2.0 + 2.0 + 1.5 + 0.5)
     assert found.limit == "turns"
 
 
 def test_turns_on_the_same_devices_are_counted_twice() -> None:
-    apart = estimate([Engines(2, Constant(), 256)], Constant(), WORK)
-    both = estimate([Engines(2, Constant(), 256)], Constant(turn=3.0), replace(WORK, is_colocated=True))
+    apart = estimate([EngineGroup(2, Constant(), 256)], Constant(), WORK)
+    both = estimate([EngineGroup(2, Constant(), 256)], Constant(turn=3.0), replace(WORK, is_colocated=True))
     assert both.step_s == pytest.approx(apart.step_s + 6.0)
 
 
@@ -63,17 +63,17 @@ def test_one_step_off_the_longest_decides() -> None:
     """Each engine has room for half of a batch: 8 rows in 1.4 s, and a pause. A batch is on its way for 1.4 + update +
     2 s, and two are."""
     off = replace(WORK, max_staleness=1)
-    slow = estimate([Engines(2, Constant(), 256)], Constant(a_row=5.0), off)
+    slow = estimate([EngineGroup(2, Constant(), 256)], Constant(a_row=5.0), off)
     assert (slow.limit, slow.step_s) == ("training", pytest.approx(20.25))
-    fast = estimate([Engines(2, Constant(), 4)], Constant(a_row=0.0, sealed_s=0.25), off)
+    fast = estimate([EngineGroup(2, Constant(), 4)], Constant(a_row=0.0, sealed_s=0.25), off)
     assert (fast.limit, fast.step_s) == ("generation", pytest.approx(1.4 + 0.5))
-    assert estimate([Engines(2, Constant(), 4)], Constant(a_row=0.25), off).limit == "staleness"
+    assert estimate([EngineGroup(2, Constant(), 4)], Constant(a_row=0.25), off).limit == "staleness"
 
 
 def test_engines_that_wait_for_ranks_decode_batch_by_batch() -> None:
     """An update takes 20 s. Engines would make 8 rows a step in 0.9 s if they had two batches at a time, all the time.
     They get one with each version, which they make in 1.4 s."""
-    found = estimate([Engines(2, Constant(), 256)], Constant(a_row=5.0), replace(WORK, max_staleness=1))
+    found = estimate([EngineGroup(2, Constant(), 256)], Constant(a_row=5.0), replace(WORK, max_staleness=1))
     assert found.rollout_s == pytest.approx(0.5 + 10 * 0.18 / 2)
     assert found.busy_s == pytest.approx(0.5 + 10 * 0.14)
 
@@ -86,19 +86,19 @@ class ByTokens(Constant):
 def test_ranks_wait_for_the_longest_row_of_each_mini_batch() -> None:
     """Of 8 rows of 1 to 100 tokens each of two shares has four, of 13, 38, 63 and 88 in the mean. In four mini-batches
     of two rows one rank has the longer one, of 76."""
-    work, engines = replace(WORK, lengths=Lengths(tuple(range(1, 101)), prompt=0)), [Engines(2, Constant(), 256)]
+    work, engines = replace(WORK, lengths=Lengths(tuple(range(1, 101)), prompt=0)), [EngineGroup(2, Constant(), 256)]
     assert estimate(engines, ByTokens(), work).update_s == 202
     assert estimate(engines, ByTokens(), replace(work, num_minibatches=4)).update_s == 4 * 76
 
 
 def test_what_no_engine_has_a_place_for_waits() -> None:
     """One engine with two places makes eight rows of ten tokens: forty steps of 0.12 s."""
-    found = estimate([Engines(1, Constant(), 2)], Constant(), WORK)
+    found = estimate([EngineGroup(1, Constant(), 2)], Constant(), WORK)
     assert found.rollout_s == pytest.approx(4.8, rel=0.1)
 
 
 def test_faster_engines_take_more_of_a_batch() -> None:
-    slow, fast = Engines(1, Constant(each=0.05), 256), Engines(1, Constant(each=0.01), 256)
+    slow, fast = EngineGroup(1, Constant(each=0.05), 256), EngineGroup(1, Constant(each=0.01), 256)
     mixed = estimate([slow, fast], Constant(), WORK).rollout_s
     assert estimate([replace(fast, count=2)], Constant(), WORK).rollout_s < mixed
     assert mixed < estimate([replace(slow, count=2)], Constant(), WORK).rollout_s
@@ -107,7 +107,7 @@ def test_faster_engines_take_more_of_a_batch() -> None:
 def test_a_version_after_the_other_may_decide() -> None:
     """One takes 1.5 s until it is sealed and 0.5 s until it is loaded, whatever lies between two updates."""
     off = replace(WORK, max_staleness=4)
-    found = estimate([Engines(8, Constant(each=0.0), 256)], Constant(a_row=0.1), off)
+    found = estimate([EngineGroup(8, Constant(each=0.0), 256)], Constant(a_row=0.1), off)
     assert (found.limit, found.step_s) == ("weights", pytest.approx(2.0))
 
 
@@ -116,7 +116,7 @@ def test_places_are_kept_until_the_longest_of_a_group_has_ended() -> None:
     places 6.4 decode, which are as many rows in 20 steps."""
     spread = Lengths((10,) * (POINTS // 2) + (30,) * (POINTS // 2), prompt=5)
     many = Workload(64, 2, spread, 2, max_staleness=8)
-    found = estimate([Engines(1, Constant(), 8)], Constant(a_row=0.0), many)
+    found = estimate([EngineGroup(1, Constant(), 8)], Constant(a_row=0.0), many)
     assert found.rollout_s == pytest.approx(128 / 6.4 * 20 * (0.1 + 0.064) + 0.5, rel=0.01)
 
 
@@ -130,18 +130,18 @@ def test_each_stage_has_its_own_actors() -> None:
     """Groups that end together wait for each other's rewards: 8 rows of 0.3 s by 3 actors, of whom one has three, and
     8 of 0.2 s by two ranks."""
     many = replace(WORK, stages=(("reference", 2), ("reward", 3)))
-    assert estimate([Engines(2, Constant(), 256)], PerRow(), many).others_s == pytest.approx(0.9 + 0.8)
-    one = estimate([Engines(2, Constant(), 256)], PerRow(a_row=0.0), replace(WORK, stages=(("reward", 1),)))
+    assert estimate([EngineGroup(2, Constant(), 256)], PerRow(), many).others_s == pytest.approx(0.9 + 0.8)
+    one = estimate([EngineGroup(2, Constant(), 256)], PerRow(a_row=0.0), replace(WORK, stages=(("reward", 1),)))
     assert one.others_s == pytest.approx(2.4)
     off = replace(WORK, stages=(("reward", 1),), max_staleness=3)
-    assert estimate([Engines(2, Constant(), 256)], PerRow(a_row=0.0), off).limit == "stages"
+    assert estimate([EngineGroup(2, Constant(), 256)], PerRow(a_row=0.0), off).limit == "stages"
 
 
 def test_rewards_are_given_while_longer_groups_go_on() -> None:
     """Three of four groups end after a tenth of the longest, in which their rewards are given: only its own wait."""
     spread = Lengths((10,) * 192 + (100,) * 64, prompt=5)
     work = Workload(4, 1, spread, 1, stages=(("reward", 1),))
-    assert estimate([Engines(1, Constant(), 256)], PerRow(), work).others_s == pytest.approx(0.3)
+    assert estimate([EngineGroup(1, Constant(), 256)], PerRow(), work).others_s == pytest.approx(0.3)
 
 
 @given(
@@ -153,8 +153,8 @@ def test_more_engines_or_staleness_never_make_a_step_slower(
     count: int, groups: int, size: int, staleness: int, mean: int
 ) -> None:
     work = Workload(groups, size, Lengths.lognormal(mean, 400, 0.7), 2, staleness)
-    before = estimate([Engines(count, Constant(), 512)], Constant(), work).step_s
-    assert estimate([Engines(count + 1, Constant(), 512)], Constant(), work).step_s <= before * 1.02
+    before = estimate([EngineGroup(count, Constant(), 512)], Constant(), work).step_s
+    assert estimate([EngineGroup(count + 1, Constant(), 512)], Constant(), work).step_s <= before * 1.02
     if staleness:
-        after = estimate([Engines(count, Constant(), 512)], Constant(), replace(work, max_staleness=staleness + 1))
+        after = estimate([EngineGroup(count, Constant(), 512)], Constant(), replace(work, max_staleness=staleness + 1))
         assert after.step_s <= before * 1.02

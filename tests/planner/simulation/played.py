@@ -7,17 +7,15 @@ from typing import Any
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.planner.durations import Sync
-from penstock.planner.simulation.constant import ConstantDurations
-from penstock.planner.simulation.engines import Changes
-from penstock.planner.simulation.members import Samples
-from penstock.planner.simulation.result import Simulated
-from penstock.planner.simulation.simulation import Simulation
+from penstock.planner.durations import ConstantDurations, SyncSeconds
+from penstock.planner.simulation.engines import FleetChanges
+from penstock.planner.simulation.simulated_members import SimulatedSamples
+from penstock.planner.simulation.simulation import Simulation, SimulationResult
 from tests.store.invariants import check_invariants
 
-TEN = Samples(lambda group, sample: 10, prompt_tokens=5)
+TEN = SimulatedSamples(lambda group, sample: 10, prompt_tokens=5)
 EASY = ConstantDurations(
-    prefill_tokens_per_s=10.0, decode={1: 0.11, 2: 0.12}, update_tokens_per_s=30.0, synced=Sync(1.5, 0.5, 0.25)
+    prefill_tokens_per_s=10.0, decode={1: 0.11, 2: 0.12}, update_tokens_per_s=30.0, synced=SyncSeconds(1.5, 0.5, 0.25)
 )
 """Half a second a prompt of five tokens, 0.1 s and 0.01 s a sequence for a decode step, half a second for each row of
 ten tokens, and five of its prompt, to be trained."""
@@ -41,7 +39,7 @@ def _loaded(words: tuple[str, ...]) -> RunConfig:
     return load_config(["recipe=arithmetic", *words])
 
 
-def played(simulation: Simulation) -> Simulated:
+def played(simulation: Simulation) -> SimulationResult:
     """Play a run, and see that the ledger holds what it keeps by counting, and has trained each group once."""
     found = simulation.run()
     ledger, config = simulation.store.ledger, simulation.config
@@ -56,7 +54,9 @@ def played(simulation: Simulation) -> Simulated:
     return found
 
 
-def play(config: RunConfig, durations: ConstantDurations = EASY, samples: Samples = TEN, **more: Any) -> Simulated:
+def play(
+    config: RunConfig, durations: ConstantDurations = EASY, samples: SimulatedSamples = TEN, **more: Any
+) -> SimulationResult:
     return played(Simulation(config, durations, samples, **more))
 
 
@@ -64,4 +64,4 @@ def with_stages(**seconds: float) -> ConstantDurations:
     return replace(EASY, stages=seconds)
 
 
-FAULTS = Changes(mean_s=40.0, replaced_s=7.0)
+FAULTS = FleetChanges(mean_s=40.0, replaced_s=7.0)

@@ -8,10 +8,9 @@ import pytest
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.run import RunConfig
-from penstock.planner.durations import Sync
+from penstock.planner.durations import ConstantDurations, SyncSeconds
 from penstock.planner.lengths import Lengths
-from penstock.planner.simulation.constant import ConstantDurations
-from penstock.planner.simulation.members import Samples
+from penstock.planner.simulation.simulated_members import SimulatedSamples
 from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
@@ -30,7 +29,7 @@ SIZE, ENGINES, STEPS = 2, 3, 12
 class RealStore:
     """A run of real workers over scripted engines. Lifecycle: `ended`, once."""
 
-    def __init__(self, config: RunConfig, sync: Sync) -> None:
+    def __init__(self, config: RunConfig, sync: SyncSeconds) -> None:
         self._config, self._sync = config, sync
         spec = replace(StoreSpec.of(dataflow_of(config), config, strict=True), lease_timeout_s=1e9)
         self._store = Store(spec, lambda: asyncio.get_running_loop().time())
@@ -115,8 +114,8 @@ def test_a_simulated_run_takes_as_long_as_real_workers_do(bound: int, room: int,
         **{"trainer.num_ranks": 1, "trainer.max_steps": STEPS, "rollout.num_workers": ENGINES,
            "trainer.groups_per_step": 8, "rollout.max_concurrent_samples": room * SIZE},
     )  # fmt: skip
-    sync = Sync(sealed_s, 0.0, 0.1)
+    sync = SyncSeconds(sealed_s, 0.0, 0.1)
     durations = PerRow(prefill_tokens_per_s=1e12, decode={1: TOKEN_S}, synced=sync, stages={"reward": REWARD_S})
-    simulated = play(config, durations, Samples(LENGTHS.of, prompt_tokens=1))
+    simulated = play(config, durations, SimulatedSamples(LENGTHS.of, prompt_tokens=1))
     real = run_virtually(RealStore(config, sync).ended())
     assert np.cumsum(simulated.steps_s) == pytest.approx(real, rel=0, abs=STEPS * TOKEN_S if bound else 1e-6)

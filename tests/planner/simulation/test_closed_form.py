@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.durations import Sync
+from penstock.planner.durations import ConstantDurations, SyncSeconds
 from penstock.planner.lengths import POINTS, Lengths
-from penstock.planner.simulation.constant import ConstantDurations
-from penstock.planner.simulation.members import Samples
-from penstock.planner.simulation.result import Simulated
-from penstock.planner.steady import Engines, Estimate, Workload, estimate
+from penstock.planner.simulation.simulated_members import SimulatedSamples
+from penstock.planner.simulation.simulation import SimulationResult
+from penstock.planner.steady import EngineGroup, Estimate, Workload, estimate
 from tests.amounts import amount
 from tests.planner.simulation.played import config_of, play
 
@@ -24,12 +23,12 @@ KEYS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-def both(keys: Mapping[str, float]) -> tuple[Estimate, Simulated]:
+def both(keys: Mapping[str, float]) -> tuple[Estimate, SimulationResult]:
     """Estimate and play 8 groups on engines with a place for every sample."""
     bound, size, engines, ranks, actors = (int(keys[key]) for key in ("bound", "size", "engines", "ranks", "actors"))
     durations = ConstantDurations(
         prefill_tokens_per_s=1e4, decode={1: 0.1, 64: 0.2}, update_tokens_per_s=keys["tokens_per_s"],
-        synced=Sync(keys["sealed_s"], 0.5, 0.05), stages={"reward": keys["reward_s"]},
+        synced=SyncSeconds(keys["sealed_s"], 0.5, 0.05), stages={"reward": keys["reward_s"]},
     )  # fmt: skip
     config = config_of(
         max_staleness=bound,
@@ -38,8 +37,8 @@ def both(keys: Mapping[str, float]) -> tuple[Estimate, Simulated]:
     )  # fmt: skip
     lengths = Lengths((LENGTH,) * POINTS, PROMPT)
     work = Workload(8, size, lengths, ranks, bound, stages=(("reward", actors),))
-    played = play(config, durations, Samples(lengths.of, PROMPT))
-    return estimate([Engines(engines, durations, 64)], durations, work), played
+    played = play(config, durations, SimulatedSamples(lengths.of, PROMPT))
+    return estimate([EngineGroup(engines, durations, 64)], durations, work), played
 
 
 @settings(max_examples=amount(40), deadline=None)

@@ -7,7 +7,7 @@ import yaml
 
 from penstock.cli.main import main
 from penstock.conf.errors import ConfigError
-from penstock.planner.simulation.constant import ConstantDurations
+from penstock.planner.durations import ConstantDurations
 
 SAID = {
     "prefill_tokens_per_s": 40000, "decode": {1: 0.01, 32: 0.02, 64: 0.04}, "update_tokens_per_s": 12000,

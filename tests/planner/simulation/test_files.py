@@ -8,24 +8,25 @@ import pytest
 
 from penstock.orchestrator.observability.faults import faults_of
 from penstock.orchestrator.observability.reporting.closing import cards_of
-from penstock.orchestrator.observability.runs.activity import Traced
 from penstock.orchestrator.observability.runs.columns import Columns
 from penstock.orchestrator.observability.runs.found import Runs
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.planner.simulation.engines import Changes
-from penstock.planner.simulation.files import RunFiles, opened
-from penstock.planner.simulation.result import Simulated
-from penstock.planner.simulation.simulation import Simulation
+from penstock.planner.simulation.engines import FleetChanges
+from penstock.planner.simulation.run_files import RunFiles, open_directory
+from penstock.planner.simulation.simulation import Simulation, SimulationResult
+from penstock.ui.activity import Traced
 from tests.planner.simulation.played import EASY, FAULTS, TEN, config_of, played, with_stages
 
 EPOCH_S = 1_000_000.0
 
 
-def left(tmp_path: Path, changes: Changes | None = None, *words: str, **keys: object) -> tuple[Path, Simulated]:
+def left(
+    tmp_path: Path, changes: FleetChanges | None = None, *words: str, **keys: object
+) -> tuple[Path, SimulationResult]:
     config = config_of(*words, name="run", **keys)
-    directory, epoch_s = opened(config, tmp_path, EPOCH_S)
+    directory, epoch_s = open_directory(config, tmp_path, EPOCH_S)
     durations = replace(with_stages(reward=0.05), turn=EASY.turn if config.placement == "disaggregated" else 3.0)
-    simulation = Simulation(config, durations, TEN, changes or Changes(), epoch_s=epoch_s)
+    simulation = Simulation(config, durations, TEN, changes or FleetChanges(), epoch_s=epoch_s)
     files = RunFiles(simulation, directory)
     found = played(simulation)
     files.close()
@@ -55,7 +56,7 @@ def test_the_page_reads_its_lanes_and_the_path_of_each_step(tmp_path: Path, boun
 def test_a_version_that_holds_up_the_next_one_is_seen(tmp_path: Path) -> None:
     """Updates take a tenth of a second, a version 1.5 s until it is sealed and 0.5 s until it is loaded."""
     config = config_of(name="run", max_staleness=2, **{"trainer.max_steps": 6, "rollout.num_workers": 4})
-    directory, epoch_s = opened(config, tmp_path, EPOCH_S)
+    directory, epoch_s = open_directory(config, tmp_path, EPOCH_S)
     simulation = Simulation(config, replace(EASY, update_tokens_per_s=600.0), TEN, epoch_s=epoch_s)
     files = RunFiles(simulation, directory)
     played(simulation)

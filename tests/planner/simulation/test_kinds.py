@@ -7,9 +7,9 @@ import pytest
 from penstock.cli.main import main
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.planner.asked import overrides_of, search_of
+from penstock.planner.plan_inputs import overrides_of, search_of
 from penstock.planner.search import Search, plan_of
-from penstock.planner.simulation.view import kinds_of_members
+from penstock.planner.simulation.simulate_view import gpu_kinds_of_members
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608", "max_staleness=1",
          "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=16")  # fmt: skip
@@ -24,7 +24,7 @@ def searched(cluster: str) -> Search:
 def test_members_are_on_the_kinds_that_a_plan_has_for_them(mix: str) -> None:
     search = searched(mix)
     for plan in search.plans[::5]:
-        ranks, engines = kinds_of_members(plan.config, search)
+        ranks, engines = gpu_kinds_of_members(plan.config, search)
         assert ranks == plan.candidate.ranks
         assert Counter(engines) == dict(plan.candidate.engines)
 
@@ -33,10 +33,10 @@ def test_ranks_that_are_on_several_kinds_are_as_slow_as_the_slowest() -> None:
     search = searched("1x2:h100,1x2:h20")
     words = ["rollout.num_workers=1", "trainer.num_ranks=3", "rollout.num_gpus_per_worker=1",
              "trainer.num_gpus_per_rank=1"]  # fmt: skip
-    ranks, engines = kinds_of_members(load_config([*WORDS, *words]), search)
+    ranks, engines = gpu_kinds_of_members(load_config([*WORDS, *words]), search)
     assert (ranks.name, len(engines)) == ("h20", 1)
     with pytest.raises(ResourceError):
-        kinds_of_members(load_config([*WORDS, *words, "trainer.num_ranks=4"]), search)
+        gpu_kinds_of_members(load_config([*WORDS, *words, "trainer.num_ranks=4"]), search)
 
 
 def test_the_command_plays_a_plan_on_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:

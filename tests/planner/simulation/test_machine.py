@@ -12,7 +12,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.calibration import read_pilot
 from penstock.planner.candidates import with_keys
-from penstock.planner.simulation.machine import Machine, show
+from penstock.planner.simulation.machine import CpuMachine, show
 from tests.planner.test_processors import ALONE, recorded
 
 WORDS = ("recipe=arithmetic", "algorithm.group_size=2", "trainer.groups_per_step=4")
@@ -42,16 +42,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def machine(place: Path) -> Machine:
-    return Machine(2, read_pilot(str(place)), load_config([*WORDS, "max_staleness=1"]))
+def machine(place: Path) -> CpuMachine:
+    return CpuMachine(2, read_pilot(str(place)), load_config([*WORDS, "max_staleness=1"]))
 
 
-def test_the_runs_own_split_is_played_to_take_as_long_as_it_did(machine: Machine) -> None:
+def test_the_runs_own_split_is_played_to_take_as_long_as_it_did(machine: CpuMachine) -> None:
     own = with_keys(machine.base, machine.pilot.keys)
-    assert machine.played(own).step_s == pytest.approx(machine.pilot.step_s)
+    assert machine.simulate_split(own).step_s == pytest.approx(machine.pilot.step_s)
 
 
-def test_no_side_alone_asks_for_more_threads_than_there_are_cores(machine: Machine) -> None:
+def test_no_side_alone_asks_for_more_threads_than_there_are_cores(machine: CpuMachine) -> None:
     found = list(machine.splits())
     assert len(found) == 3 * 3 * 2
     for keys in found:
@@ -59,7 +59,7 @@ def test_no_side_alone_asks_for_more_threads_than_there_are_cores(machine: Machi
         assert keys["trainer.num_ranks"] * keys["trainer.num_threads"] <= 2
 
 
-def test_the_fastest_split_comes_first_and_is_told_as_a_command(machine: Machine) -> None:
+def test_the_fastest_split_comes_first_and_is_told_as_a_command(machine: CpuMachine) -> None:
     best = machine.best()
     assert best[0][0].step_s == pytest.approx(min(found.step_s for found, _ in best), abs=1e-3)
     assert best[0][0].step_s < machine.pilot.step_s
@@ -85,4 +85,4 @@ def test_a_run_without_samples_is_refused_with_what_to_change(place: Path, tmp_p
     )  # fmt: skip
     directory.close()
     with pytest.raises(ConfigError, match=r"tracking\.samples_every_steps=1"):
-        _ = Machine(2, read_pilot(str(directory.path)), base).costs
+        _ = CpuMachine(2, read_pilot(str(directory.path)), base).costs

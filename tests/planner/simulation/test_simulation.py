@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.durations import Sync
+from penstock.planner.durations import SyncSeconds
 from penstock.planner.lengths import Lengths
-from penstock.planner.simulation.engines import Changes
-from penstock.planner.simulation.members import Samples
+from penstock.planner.simulation.engines import FleetChanges
+from penstock.planner.simulation.simulated_members import SimulatedSamples
+from penstock.planner.simulation.simulated_trainer import SimulatedStep
 from penstock.planner.simulation.simulation import Simulation
-from penstock.planner.simulation.trainer import SimulatedStep
 from tests.amounts import amount
 from tests.planner.simulation.played import EASY, FAULTS, TEN, config_of, play, played, with_stages
 
@@ -53,7 +53,7 @@ def test_turns_on_shared_devices_come_twice_a_step() -> None:
 def test_one_step_off_the_longer_side_decides() -> None:
     """Engines have room for one batch: the next one is decoded while this one is trained."""
     config = config_of(max_staleness=1, **{"rollout.max_concurrent_samples": 4, "trainer.max_steps": 12})
-    engines = play(config, replace(EASY, update_tokens_per_s=600.0, synced=Sync(0.2, 0.5, 0.1)))
+    engines = play(config, replace(EASY, update_tokens_per_s=600.0, synced=SyncSeconds(0.2, 0.5, 0.1)))
     assert engines.step_s == pytest.approx(GENERATED_S + 0.5)
     ranks = play(config, replace(EASY, update_tokens_per_s=6.0))
     assert ranks.step_s == pytest.approx(10.0 + 0.25)
@@ -69,7 +69,7 @@ def test_a_version_that_comes_while_a_group_decodes_is_that_of_later_tokens() ->
            "rollout.max_concurrent_samples": 1, "trainer.max_steps": 2},
     )  # fmt: skip
     durations = replace(
-        EASY, update_tokens_per_s=150.0, synced=Sync(0.6, 0.5, 0.0)
+        EASY, update_tokens_per_s=150.0, synced=SyncSeconds(0.6, 0.5, 0.0)
     )  # sealed 0.7 s after the update began
     found = play(config, durations)
     assert found.staleness == {0: 1, 1: 1}
@@ -78,7 +78,7 @@ def test_a_version_that_comes_while_a_group_decodes_is_that_of_later_tokens() ->
 
 def test_engines_stay_full_across_steps_where_the_bound_lets_them() -> None:
     """One response in eight is ten times as long. A batch is not made from nothing: others go on beside it."""
-    long = Samples(lambda group, sample: 100 if group % 4 == 0 and sample == 0 else 10, prompt_tokens=5)
+    long = SimulatedSamples(lambda group, sample: 100 if group % 4 == 0 and sample == 0 else 10, prompt_tokens=5)
     wide = {"trainer.max_steps": 40, "rollout.max_concurrent_samples": 4}
     step_s = {bound: play(config_of(max_staleness=bound, **wide), samples=long).step_s for bound in (0, 1, 4)}
     assert step_s[4] < 0.8 * step_s[1] < 0.8 * step_s[0]
@@ -95,7 +95,7 @@ def test_more_engines_never_make_a_run_slower(
     """Across steps it holds where a group does not slow others on its engine: prompts that are read meanwhile, and a
     pause that meets a group that would else have begun after it, can make a run longer, as in a real one. And whatever
     comes waits for the end of a decode step, on one more engine."""
-    alone = replace(EASY, prefill_tokens_per_s=1e12, decode={1: 0.1}, synced=Sync(1.5, 0.0, 0.25))
+    alone = replace(EASY, prefill_tokens_per_s=1e12, decode={1: 0.1}, synced=SyncSeconds(1.5, 0.0, 0.25))
 
     def seconds(count: int) -> float:
         config = config_of(
@@ -103,7 +103,7 @@ def test_more_engines_never_make_a_run_slower(
             **{"algorithm.group_size": size, "trainer.groups_per_step": groups, "rollout.num_workers": count,
                "rollout.max_concurrent_samples": room * size, "trainer.max_steps": 6},
         )  # fmt: skip
-        samples = Samples(lambda group, sample: length, prompt_tokens=5)
+        samples = SimulatedSamples(lambda group, sample: length, prompt_tokens=5)
         return play(config, alone if bound else EASY, samples).seconds
 
     waits_s = 6 * 0.1 if bound else 1e-9
@@ -124,8 +124,8 @@ def test_every_group_is_trained_once_within_the_bound_whatever_happens(
            "algorithm.group_size": size, "trainer.max_steps": 8},
     )  # fmt: skip
     lengths = Lengths.lognormal(60, 400, 0.9)
-    samples = Samples(lambda group, sample: lengths.of(group, sample, seed), prompt_tokens=7)
-    changes = replace(FAULTS if faults else Changes(), joins=() if staying else ((12.0, 2), (30.0, 1)))
+    samples = SimulatedSamples(lambda group, sample: lengths.of(group, sample, seed), prompt_tokens=7)
+    changes = replace(FAULTS if faults else FleetChanges(), joins=() if staying else ((12.0, 2), (30.0, 1)))
     simulation = Simulation(config, with_stages(reward=0.02, group_advantage=0.01), samples, changes)
     trained: Counter[int] = Counter()
     simulation.trainer.watchers.append(Trained(trained, size))
@@ -136,7 +136,7 @@ def test_every_group_is_trained_once_within_the_bound_whatever_happens(
     assert again == found
 
 
-SLOW_SEAL = replace(EASY, update_tokens_per_s=600.0, synced=Sync(4.0, 0.5, 0.25))
+SLOW_SEAL = replace(EASY, update_tokens_per_s=600.0, synced=SyncSeconds(4.0, 0.5, 0.25))
 """Updates take a tenth of a second, a version four until it is sealed."""
 
 
@@ -200,7 +200,7 @@ def test_who_is_lost_costs_the_time_until_another_is_there() -> None:
 
 def test_engines_that_join_take_their_part() -> None:
     config = config_of(max_staleness=1, **{"trainer.max_steps": 20, "rollout.max_concurrent_samples": 2})
-    alone, joined = play(config), play(config, changes=Changes(joins=((10.0, 4),)))
+    alone, joined = play(config), play(config, changes=FleetChanges(joins=((10.0, 4),)))
     assert joined.seconds < 0.8 * alone.seconds
 
 

@@ -124,11 +124,11 @@ def search_of(config: RunConfig, cluster: str | None, lengths: str | None, nodes
         found = parse_cluster(cluster)
     else:
         memory = gpu_bytes(config, nodes)
-        found = kinds_of(nodes, memory and memory / GIB)
-    return Search(config, flow, shapes(config, flow), found, lengths_of(config, lengths))
+        found = nodes_by_kind(nodes, memory and memory / GIB)
+    return Search(config, flow, model_shapes(config, flow), found, lengths_of(config, lengths))
 
 
-def shapes(config: RunConfig, flow: Dataflow) -> dict[str, ModelShape]:
+def model_shapes(config: RunConfig, flow: Dataflow) -> dict[str, ModelShape]:
     """Sizes of the run's models. Raises `ConfigError` where the policy's are not known."""
     found, model = shapes_of(config, flow), starting_model_config(config)
     if "policy" not in found and model.path is not None and (shape := known_shape(model.path)) is not None:
@@ -157,16 +157,16 @@ def lengths_of(config: RunConfig, text: str | None) -> Lengths:
         ) from None
 
 
-def not_counted(config: RunConfig) -> list[str]:
+def uncounted_keys(config: RunConfig) -> list[str]:
     """Keys that the run sets and whose seconds no plan counts, as on the command line."""
     usual = RunConfig()
     keys = [(key, of(config)) for key in UNCOUNTED if (of := attrgetter(key))(config) != of(usual)]
     options = {key: value for key, value in config.rollout.engine_options.items() if key != CACHE_WIDTH}
     keys += [(f"rollout.engine_options.{key}", value) for key, value in options.items()]
-    return [f"{key}={_text(value)}" for key, value in keys]
+    return [f"{key}={_override_value(value)}" for key, value in keys]
 
 
-def hours_of(text: str) -> float:
+def parse_hours(text: str) -> float:
     """The hours of `hours=H`. Raises `ConfigError`."""
     key, _, value = text.partition("=")
     if key != "hours" or not value.replace(".", "", 1).isdigit():
@@ -174,7 +174,7 @@ def hours_of(text: str) -> float:
     return float(value)
 
 
-def kinds_of(nodes: Sequence[Node], gpu_gib: float | None = None) -> tuple[Nodes, ...]:
+def nodes_by_kind(nodes: Sequence[Node], gpu_gib: float | None = None) -> tuple[Nodes, ...]:
     """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. `gpu_gib`: memory of GPUs whose kind is not
     known, which are taken to be as fast as the kind with the nearest memory. Raises `ResourceError`."""
     by_label = {kind.ray_name or kind.name: kind for kind in KINDS.values()} | {"A100-80G": KINDS["a100"]}
@@ -209,12 +209,12 @@ def nodes_here() -> Sequence[Node]:
 
     if not torch.cuda.is_available():
         return ()
-    kind = kind_called(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB)
+    kind = kind_of_device(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB)
     label = {ACCELERATOR: kind.ray_name or kind.name} if kind is not None else {}
     return [Node("here", "here", "127.0.0.1", gpus=torch.cuda.device_count(), labels=label)]
 
 
-def kind_called(name: str, memory_gib: float) -> GpuKind | None:
+def kind_of_device(name: str, memory_gib: float) -> GpuKind | None:
     """The kind of a GPU by its driver's name for it, as in `NVIDIA A100-SXM4-40GB`; None: it is none of those known. Of
     kinds with equal names it is the one whose memory is nearest."""
     words = name.lower().replace(" ", "").replace("-", "")
@@ -232,7 +232,7 @@ def overrides_of(search: Search, keys: Sequence[tuple[str, object]]) -> list[str
         for part in key.split("."):
             present = getattr(present, part, None)
         if present != value:
-            told.append(f"{key}={_text(value)}")
+            told.append(f"{key}={_override_value(value)}")
     return told
 
 
@@ -241,9 +241,9 @@ def write_overrides(file: Path, overrides: Sequence[str]) -> None:
     file.write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
 
 
-def _text(value: object) -> str:
+def _override_value(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_text(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_override_value(inner)}" for key, inner in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)

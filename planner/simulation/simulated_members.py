@@ -22,7 +22,7 @@ TOKEN_BYTES = 12
 
 
 @dataclass(frozen=True)
-class Samples:
+class SimulatedSamples:
     """What a simulated run samples, the same whatever else happens."""
 
     length: Callable[[int, int], int]
@@ -40,7 +40,7 @@ class Samples:
 class SimulatedPrompts:
     """Puts a group whenever there is a credit for one. Lifecycle: woken by the store."""
 
-    def __init__(self, store: SimulatedStore, samples: Samples, brings_responses: bool) -> None:
+    def __init__(self, store: SimulatedStore, samples: SimulatedSamples, brings_responses: bool) -> None:
         """`brings_responses`: the rows come with their responses, and nothing is sampled."""
         self._store, self._samples, self._brings_responses = store, samples, brings_responses
         store.wake_prompts = self._put
@@ -68,7 +68,9 @@ def tokens_of(store: SimulatedStore, rows: list[int]) -> int:
 class StageResults:
     """What a stage writes. `dropped`: share of its units that a filter drops, by the luck of `random`."""
 
-    def __init__(self, store: SimulatedStore, stage: StageSpec, samples: Samples, reason: str, random: Random) -> None:
+    def __init__(
+        self, store: SimulatedStore, stage: StageSpec, samples: SimulatedSamples, reason: str, random: Random
+    ) -> None:
         """`reason`: of a filter's drops; empty for other stages."""
         self._store, self._stage, self._samples = store, stage, samples
         self._dropped, self._reason, self._random = samples.dropped if reason else 0.0, reason, random

@@ -15,7 +15,7 @@ from random import Random
 from typing import Protocol
 
 from penstock.planner.durations import Durations
-from penstock.planner.simulation.engines import Changes, SimulatedEngines
+from penstock.planner.simulation.engines import FleetChanges, SimulatedEngines
 from penstock.planner.simulation.events import Clock, SimulatedStore
 from penstock.store.ledger.rounds import Round
 
@@ -110,7 +110,7 @@ class SimulatedTrainer:
         """Number of ranks that train at the moment."""
         return self._num_ranks if self._phase == UPDATING else 0
 
-    def lose_ranks_at_random(self, changes: Changes, random: Random) -> None:
+    def lose_ranks_at_random(self, changes: FleetChanges, random: Random) -> None:
         """Have ranks die: all start again together, and the step under way is taken again."""
 
         def lose(_: None) -> None:

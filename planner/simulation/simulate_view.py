@@ -15,21 +15,19 @@ from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR
-from penstock.planner.asked import lengths_of, not_counted, search_of
 from penstock.planner.calibration import Pilot, calibrated, read_pilot
-from penstock.planner.costs.decoding import told_kernels
-from penstock.planner.costs.processors import ProcessorDurations
-from penstock.planner.durations import Durations
+from penstock.planner.cost_model import describe_kernel_sources
+from penstock.planner.durations import ConstantDurations, Durations
 from penstock.planner.hardware import GpuKind
 from penstock.planner.lengths import Lengths
+from penstock.planner.plan_inputs import lengths_of, search_of, uncounted_keys
+from penstock.planner.processors import ProcessorDurations
 from penstock.planner.search import Search
-from penstock.planner.simulation.constant import ConstantDurations
-from penstock.planner.simulation.engines import Changes
-from penstock.planner.simulation.files import RunFiles, opened
-from penstock.planner.simulation.machine import Machine
-from penstock.planner.simulation.members import Samples
-from penstock.planner.simulation.result import Simulated
-from penstock.planner.simulation.simulation import Simulation
+from penstock.planner.simulation.engines import FleetChanges
+from penstock.planner.simulation.machine import CpuMachine
+from penstock.planner.simulation.run_files import RunFiles, open_directory
+from penstock.planner.simulation.simulated_members import SimulatedSamples
+from penstock.planner.simulation.simulation import Simulation, SimulationResult
 
 STEPS = 50
 """Most steps where nobody says: enough for the pipeline to settle."""
@@ -48,10 +46,10 @@ def run(written: RunConfig, asked: Namespace, console: Console) -> None:
     config = replace(written, trainer=replace(written.trainer, max_steps=steps))
     pilot = read_pilot(asked.pilot) if asked.pilot else None
     lengths = pilot.lengths if pilot is not None else lengths_of(config, asked.lengths)
-    samples = Samples(partial(lengths.of, seed=config.seed), lengths.prompt, asked.dropped)
-    changes = changes_of(asked.faults, asked.join)
-    directory, epoch_s = opened(config, Path(asked.directory)) if asked.directory else (None, None)
-    members = members_of(config, asked, pilot)
+    samples = SimulatedSamples(partial(lengths.of, seed=config.seed), lengths.prompt, asked.dropped)
+    changes = parse_changes(asked.faults, asked.join)
+    directory, epoch_s = open_directory(config, Path(asked.directory)) if asked.directory else (None, None)
+    members = member_durations(config, asked, pilot)
     cores = members.ranks.cores() if isinstance(members.ranks, ProcessorDurations) else None
     simulation = Simulation(config, members.ranks, samples, changes, members.engines, cores, epoch_s)
     files = RunFiles(simulation, directory) if directory is not None else None
@@ -69,7 +67,7 @@ def run(written: RunConfig, asked: Namespace, console: Console) -> None:
 
 
 @dataclass(frozen=True)
-class Members:
+class MemberDurations:
     """Durations of a run's members."""
 
     ranks: Durations
@@ -79,11 +77,11 @@ class Members:
     """Where kernel times come from."""
 
 
-def members_of(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> Members:
+def member_durations(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> MemberDurations:
     """The durations of a file, of the cost model on a cluster, with a pilot's factors, or of a pilot on this machine's
     cores. Raises `ConfigError`, and `ResourceError` where the run has no room on a cluster of several kinds of GPUs."""
     if asked.durations is None and asked.cluster is None and pilot is not None and not pilot.has_gpus:
-        return Members(Machine.here(pilot, config).durations(config))
+        return MemberDurations(CpuMachine.here(pilot, config).durations(config))
     if (asked.durations is None) == (asked.cluster is None):
         raise ConfigError(
             "nothing says how long things take, or two say so. Give --durations FILE with constants of yours, "
@@ -91,20 +89,20 @@ def members_of(config: RunConfig, asked: Namespace, pilot: Pilot | None) -> Memb
             "(docs/planning.md)."
         )
     if asked.durations is not None:
-        return Members(ConstantDurations.read(asked.durations))
+        return MemberDurations(ConstantDurations.read(asked.durations))
     search = search_of(config, asked.cluster, asked.lengths)
     if pilot is not None:
         search = calibrated(search, pilot)
-    ranks, engines = kinds_of_members(config, search)
+    ranks, engines = gpu_kinds_of_members(config, search)
     memory = search.memory(config, ranks)
     of_kind = {kind: search.durations(memory, kind, ranks) for kind in {ranks, *engines}}
-    told = told_kernels(of_kind[kind].engine for kind in dict.fromkeys(engines or [ranks]))
-    if keys := not_counted(config):
+    told = describe_kernel_sources(of_kind[kind].engine for kind in dict.fromkeys(engines or [ranks]))
+    if keys := uncounted_keys(config):
         told += f"\nNot counted: {', '.join(keys)}."
-    return Members(of_kind[ranks], [of_kind[kind] for kind in engines], told)
+    return MemberDurations(of_kind[ranks], [of_kind[kind] for kind in engines], told)
 
 
-def kinds_of_members(config: RunConfig, search: Search) -> tuple[GpuKind, list[GpuKind]]:
+def gpu_kinds_of_members(config: RunConfig, search: Search) -> tuple[GpuKind, list[GpuKind]]:
     """The kind of GPUs of the ranks, and that of each engine where there are several: as the run's own placement has
     them. Ranks on several kinds are as slow as the slowest."""
     kinds = {nodes.kind for nodes in search.cluster}
@@ -124,14 +122,14 @@ def kinds_of_members(config: RunConfig, search: Search) -> tuple[GpuKind, list[G
     return min(ranks, key=lambda kind: kind.flops), engines
 
 
-def changes_of(faults: str | None, joins: list[str] | None) -> Changes:
+def parse_changes(faults: str | None, joins: list[str] | None) -> FleetChanges:
     """Read `HOURS` or `HOURS:SECONDS`, and `SECONDS:NUMBER` of each join. Raises `ConfigError`."""
     try:
         hours, _, replaced = (faults or "0").partition(":")
         pairs = [join.partition(":")[::2] for join in joins or ()]
-        found = Changes(float(hours) * 3600, float(replaced or 60), tuple((float(at), int(n)) for at, n in pairs))
+        found = FleetChanges(float(hours) * 3600, float(replaced or 60), tuple((float(at), int(n)) for at, n in pairs))
     except ValueError:
-        found = Changes(-1.0)
+        found = FleetChanges(-1.0)
     if found.mean_s < 0 or found.replaced_s < 0 or any(at < 0 or count < 1 for at, count in found.joins):
         raise ConfigError(
             f"--faults {faults or ''} --join {' '.join(joins or ())}: write hours, or hours and the seconds until "
@@ -141,7 +139,7 @@ def changes_of(faults: str | None, joins: list[str] | None) -> Changes:
     return found
 
 
-def show(config: RunConfig, lengths: Lengths, found: Simulated, took_s: float, console: Console) -> None:
+def show(config: RunConfig, lengths: Lengths, found: SimulationResult, took_s: float, console: Console) -> None:
     """Print the outcome. `took_s`: seconds that the simulation took."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     engines = f"{config.rollout.least_workers:,} engines, " if found.engines else ""
