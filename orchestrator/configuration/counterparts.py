@@ -4,8 +4,8 @@
                                                                           ├▶ `counterpart`: the answer to one key
                                                                           └▶ `table`: docs/coming_from.md
 
-A rule that is more than another name, or other names of values, has a function here. It gets the values of its keys,
-None for one that is not set, if one of them is set; and returns our keys, or raises `NotTranslated`.
+A rule that is more than another name, or other names of values, names a function of this module. It gets the values of
+its keys, None for one that is not set, if one of them is set; and returns our keys, or raises `NotTranslated`.
 """
 
 import re
@@ -104,7 +104,7 @@ def table(framework: Framework) -> str:
 
 
 def _framework(name: str, rules: list[dict[str, Any]], **section: Any) -> Framework:
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
+    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
     return Framework(name, rules=tuple(map(_rule, rules)), **lists)
 
 
@@ -113,7 +113,7 @@ def _rule(entry: dict[str, Any]) -> Rule:
         ((theirs, ours),) = entry.items()
         return _rule({"theirs": theirs, "ours": ours})
     theirs, ours = entry["theirs"], str(entry["ours"])
-    translate = FUNCTIONS[entry["by"]] if "by" in entry else partial(_one_value, ours, entry)
+    translate = globals()[entry["by"]] if "by" in entry else partial(_one_value, ours, entry)
     shown = ", ".join(key if key == "nothing" else f"`{key}`" for key in ours.split(", "))
     return Rule((theirs,) if isinstance(theirs, str) else tuple(theirs), translate, shown, entry.get("told", ""))
 
@@ -130,22 +130,12 @@ def _one_value(ours: str, entry: dict[str, Any], value: Any) -> Values:
     return made if isinstance(made, dict) else {ours: made}
 
 
-FUNCTIONS: dict[str, Callable[..., Values]] = {}
-"""Functions of rules, by the names that counterparts.yaml has for them."""
-
-
-def of_rule(function: Callable[..., Values]) -> Callable[..., Values]:
-    FUNCTIONS[function.__name__] = function
-    return function
-
-
 # Of both frameworks.
 
 TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
 IGNORED_TRACKERS = ("console", "none", "all")
 
 
-@of_rule
 def once(number: int) -> Values:
     if number > 1:
         raise NotTranslated(
@@ -154,18 +144,15 @@ def once(number: int) -> Values:
     return {}
 
 
-@of_rule
 def total_epochs(number: float) -> Values:
     raise NotTranslated(f"steps are counted here: set trainer.max_steps to {number:g} x rows / trainer.groups_per_step")
 
 
-@of_rule
 def clipping(both: float | None, low: float | None, high: float | None) -> Values:
     both = 0.2 if both is None else both
     return {"algorithm.clip_low": both if low is None else low, "algorithm.clip_high": both if high is None else high}
 
 
-@of_rule
 def trackers(names: Any) -> Values:
     known = [name for name in _listed(names) if name not in IGNORED_TRACKERS]
     if unknown := [name for name in known if name not in TRACKERS]:
@@ -215,7 +202,6 @@ LOSSES = ("gspo", "cispo")
 COLUMNS = {"data.columns.prompt": "prompt", "data.columns.answer": "reward_model.ground_truth"}
 
 
-@of_rule
 def estimator(name: str | None, by_std: bool | None, loss: str | None) -> Values:
     name, loss = name or "gae", loss or "vanilla"
     if name not in ESTIMATORS:
@@ -228,7 +214,6 @@ def estimator(name: str | None, by_std: bool | None, loss: str | None) -> Values
     return {"algorithm.name": loss if loss in LOSSES else ESTIMATORS[name], **divides}
 
 
-@of_rule
 def train_files(files: Any) -> Values:
     names = list(map(str, _listed(files)))
     if len(names) == 1:
@@ -236,7 +221,6 @@ def train_files(files: Any) -> Values:
     return {"data.mixture": {name: {"path": file} for name, file in _named(names).items()}, **COLUMNS}
 
 
-@of_rule
 def val_files(files: Any) -> Values:
     first, *more = map(str, _listed(files))
     sets = {"evaluation.sets": {name: {"path": file} for name, file in _named(more).items()}} if more else {}
@@ -252,7 +236,6 @@ def _named(files: list[str]) -> dict[str, str]:
     return found
 
 
-@of_rule
 def verl_lengths(prompt: int | None, response: int | None) -> Values:
     most = int(prompt or 512), int(response or 512)
     return {
@@ -260,32 +243,27 @@ def verl_lengths(prompt: int | None, response: int | None) -> Values:
     }  # fmt: skip
 
 
-@of_rule
 def verl_batch(prompts: int | None, mini: int | None) -> Values:
     groups = int(prompts or 1024)
     return {"trainer.groups_per_step": groups, "trainer.num_minibatches": max(1, groups // int(mini or 256))}
 
 
-@of_rule
 def too_long(filters: bool | None, cuts: str | None) -> Values:
     if cuts in ("left", "right", "middle") and not filters:
         raise NotTranslated("prompts are not cut here: data.too_long=skip leaves long ones out")
     return {"data.too_long": "skip" if filters else "error"}
 
 
-@of_rule
 def images(key: str) -> Values:
     return {"data.columns.pictures": key, "rollout.max_pictures": 4}
 
 
-@of_rule
 def divergence(in_loss: bool | None, coef: float | None, in_reward: bool | None, reward_coef: float | None) -> Values:
     if in_reward:
         return {"algorithm.kl_coef": 0.001 if reward_coef is None else reward_coef, "algorithm.kl_in": "reward"}
     return {"algorithm.kl_coef": (0.001 if coef is None else coef) if in_loss else 0.0}
 
 
-@of_rule
 def verl_gpus(
     each: int | None, nodes: int | None, size: int | None, in_loss: bool | None, in_reward: bool | None
 ) -> Values:
@@ -293,39 +271,32 @@ def verl_gpus(
     return _on_shared_gpus(total, int(size or 2), has_reference=bool(in_loss) or bool(in_reward))
 
 
-@of_rule
 def offload(parameters: bool | None, optimizer: bool | None) -> Values:
     return {"trainer.offload": bool(parameters or optimizer)}
 
 
-@of_rule
 def verl_steps(warmup: int | None, share: float | None, total: int | None) -> Values:
     return _steps(warmup if warmup is not None and warmup >= 0 else None, share, total)
 
 
-@of_rule
 def engine(name: str) -> Values:
     if name not in ROLLOUT_ENGINES or not ROLLOUT_ENGINES[name].has_model:
         raise NotTranslated(f"{name}: the engines here are {names_with('has_model', ROLLOUT_ENGINES)}")
     return {"rollout.engine": name}
 
 
-@of_rule
 def samples(number: int) -> Values:
     return {"evaluation.num_samples": number if number > 1 else 0}
 
 
-@of_rule
 def listed(names: Any) -> Values:
     return {"trainer.lora.target_modules": _listed(names)}
 
 
-@of_rule
 def resume(mode: str | None, path: str | None) -> Values:
     return {"resume": path if mode == "resume_path" and path else "auto" if mode in (None, "auto") else "never"}
 
 
-@of_rule
 def reward(path: str | None, name: str | None, new_path: str | None, new_name: str | None) -> Values:
     if not (file := path or new_path):
         raise NotTranslated("no file is named: set reward.function, such as math_verify for mathematics")
@@ -338,7 +309,6 @@ PROMPT_TOKENS = 512
 """Default of data.max_prompt_tokens."""
 
 
-@of_rule
 def trl_batch(
     each: int | None, parts: int | None, devices: int | None, samples: int | None, steps: int | None
 ) -> Values:
@@ -353,7 +323,6 @@ def trl_batch(
     }  # fmt: skip
 
 
-@of_rule
 def trl_lengths(prompt: int | None, response: int | None, longest: int | None) -> Values:
     most = int(response or 512)
     return {
@@ -362,12 +331,10 @@ def trl_lengths(prompt: int | None, response: int | None, longest: int | None) -
     }  # fmt: skip
 
 
-@of_rule
 def epsilon(low: float | None, high: float | None) -> Values:
     return clipping(low, None, high)
 
 
-@of_rule
 def trl_steps(warmup: float | None, share: float | None, total: int | None) -> Values:
     steps = max(0, total or 0)
     if warmup and 0 < warmup < 1:
@@ -375,12 +342,10 @@ def trl_steps(warmup: float | None, share: float | None, total: int | None) -> V
     return _steps(warmup if warmup and warmup >= 1 else None, share, steps)
 
 
-@of_rule
 def betas(first: float | None, second: float | None) -> Values:
     return {"trainer.optimizer.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
 
 
-@of_rule
 def dtype(bf16: bool | None, fp16: bool | None, *names: str | None) -> Values:
     if fp16 or "float16" in names:
         raise NotTranslated("fp16: the types here are float32 and bfloat16")
@@ -388,7 +353,6 @@ def dtype(bf16: bool | None, fp16: bool | None, *names: str | None) -> Values:
     return {"trainer.dtype": kind, "rollout.dtype": kind}
 
 
-@of_rule
 def trl_gpus(devices: int | None, mode: str | None, size: int | None, beta: float | None) -> Values:
     if devices is None:
         return {"placement": "colocated"} if mode == "colocate" else {}
@@ -400,7 +364,6 @@ def trl_gpus(devices: int | None, mode: str | None, size: int | None, beta: floa
     }  # fmt: skip
 
 
-@of_rule
 def lora(uses: bool | None, rank: int | None, alpha: int | None, modules: Any) -> Values:
     if not uses:
         return {}
@@ -411,7 +374,6 @@ def lora(uses: bool | None, rank: int | None, alpha: int | None, modules: Any) -
     }  # fmt: skip
 
 
-@of_rule
 def rewards(names: Any) -> Values:
     found = [_function(str(name)) for name in _listed(names)]
     return {"reward.function": found[0]} if len(found) == 1 else {"rewards": [{"function": name} for name in found]}
@@ -422,12 +384,10 @@ def _function(name: str) -> str:
     return f"{module or 'trl.rewards'}:{function}"
 
 
-@of_rule
 def save_every(every: float | None, strategy: str | None) -> Values:
     return _every("checkpoint.every_steps", every, strategy, 500)
 
 
-@of_rule
 def evaluate_every(every: float | None, strategy: str | None) -> Values:
     return _every("evaluation.every_steps", every, strategy, 0)
 

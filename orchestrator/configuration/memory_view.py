@@ -122,6 +122,9 @@ def _of_hub(name: str, may_fetch: bool) -> str | None:
     return found if isinstance(found, str) else None
 
 
+CACHED = "keys and values"
+
+
 @dataclass(frozen=True)
 class MemoryView:
     """The memory of one run. Without `memory` nothing is known of it."""
@@ -173,16 +176,16 @@ class MemoryView:
             return None
         ranks, engine = self.memory.ranks, self.memory.engine
         what = "one GPU" if self.memory.config.trainer.num_gpus_per_rank else "one process"
-        table = _table(f"GiB of {what}", *ranks, *(["engine"] if engine else []))
+        columns = {name: dict(one.parts) for name, one in ranks.items()}
+        if engine:
+            columns["engine"] = {"weights": engine.weights, "activations": engine.step, CACHED: max(0.0, engine.cache)}
+        table = _table(f"GiB of {what}", *columns)
         is_copied = ranks["policy"].parts["publication"] > 0
         for part in PARTS if is_copied else PARTS[:-1]:
-            of_engine = {"weights": engine.weights, "activations": engine.step} if engine else {}
-            last = [_gib(of_engine.get(part, 0.0))] if engine else []
-            table.add_row(part, *(_gib(one.parts[part]) for one in ranks.values()), *last)
+            table.add_row(part, *(_gib(parts.get(part, 0.0)) for parts in columns.values()))
         if engine:
-            table.add_row("keys and values", *("" for _ in ranks), _gib(max(0.0, engine.cache)))
-        last = [_gib(engine.total)] if engine else []
-        table.add_row("peak", *(_gib(one.total) for one in ranks.values()), *last, style="bold")
+            table.add_row(CACHED, *("" for _ in ranks), _gib(columns["engine"][CACHED]))
+        table.add_row("peak", *(_gib(sum(parts.values())) for parts in columns.values()), style="bold")
         table.add_row("is in", *(one.moment for one in ranks.values()), *([""] if engine else []))
         return table
 

@@ -1,7 +1,7 @@
 """The sizes of a model that its memory depends on, read from its config.json alone. Pure: no torch, no weights.
 
 Known are decoders of one kind: attention by heads, then a gated MLP or experts that are gated MLPs, as Llama, Mistral,
-Mixtral, Qwen2 and Qwen3 are, and the text of the families of vision models (`workers/pictures/families.py`) with their
+Mixtral, Qwen2 and Qwen3 are, and the text of the families of vision models (`workers/pictures/processor.py`) with their
 towers. Others have None for a shape: no figure is better than a wrong one.
 
     patch [C] ─▶ embedding ─▶ blocks: norm, attention, norm, MLP ─▶ merger: norm, two products ─▶ a feature of [H]
@@ -96,7 +96,7 @@ def _of_clip(kind: str, values: Mapping[str, Any], hidden: int) -> TowerShape:
 
 
 TOWERS = {"qwen2_vl": _of_qwen, "qwen2_5_vl": _of_qwen, "qwen3_vl": _of_qwen, "llava": _of_clip}
-"""Readers of towers by the model type, for each family of `workers/pictures/families.py`."""
+"""Readers of towers by the model type, for each family of `workers/pictures/processor.py`."""
 WITH_QKV_BIAS = ("qwen2", "qwen2_vl", "qwen2_5_vl")
 """Model types whose q, k and v always have biases; others say so by `attention_bias`."""
 WITH_HEAD_NORMS = ("qwen3", "qwen3_moe", "qwen3_vl")
@@ -138,7 +138,9 @@ class ModelShape:
         kind, text = str(written["model_type"]), written.get("text_config") or {}
         values = {**written, **text, "tie_word_embeddings": written.get("tie_word_embeddings", False)}
         tower = TowerShape.of(kind, written.get("vision_config") or {}, values.get("hidden_size") or 0)
-        return tower and cls._of_text(kind if kind in KNOWN else text.get("model_type"), values, tower)
+        if tower is None:
+            return None
+        return cls._of_text(kind if kind in KNOWN else text.get("model_type"), values, tower)
 
     @classmethod
     def _of_text(cls, kind: Any, values: Mapping[str, Any], tower: TowerShape | None) -> "ModelShape | None":

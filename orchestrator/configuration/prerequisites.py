@@ -31,8 +31,7 @@ from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor, model_config, vocabulary_size
 from penstock.workers.models.model_files import CONFIG, longest_context, longest_short_context, weight_files
 from penstock.workers.models.tokenizer import load_tokenizer
-from penstock.workers.pictures.families import auto_class
-from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.pictures.processor import PictureProcessor, auto_class
 from penstock.workers.reward.code import limits_of
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here

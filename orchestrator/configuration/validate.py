@@ -60,8 +60,8 @@ from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.prompts.dataset_row import PromptDataset, RowNeeds, is_cut
 from penstock.workers.prompts.opening import check_prompts, encoder_of, open_held_out, open_rows, rows_to_read
 from penstock.workers.prompts.order import MOST_SHOWN, level_of
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.reward_result import RewardError, RewardResult
 from penstock.workers.reward.signatures import Response, name_of
 from penstock.workers.runtime.url_files import is_url, list_names
@@ -95,13 +95,13 @@ class Check:
 def checks(run: ResolvedRun) -> Iterator[Check]:
     """All checks: those whose faults matter most first, cheap ones before expensive ones."""
     config, flow, plan = run.config, run.flow, run.plan
-    yield Check(RESOURCES, lambda: _resources(config, plan))
+    yield Check(RESOURCES, lambda: _check_resources(config, plan))
     yield Check(MEMORY, lambda: MemoryView.of(run).summary())
     if packages_of(config, plan) and not is_elsewhere():  # nodes of a cluster have packages of their own
         yield Check(PACKAGES, lambda: check_packages(config, plan))
     if CHECKS.keys() & set(config.tracking.sinks):
         yield Check("trackers", lambda: check_trackers(config.tracking))
-    yield Check("output_dir", lambda: _output_dir(config.output_dir))
+    yield Check("output_dir", lambda: _check_output_dir(config.output_dir))
     if any(actor.role == "rollout" for actor in plan):
         yield Check("weights", lambda: describe_weights(config))
     if config.rollout.follows_cluster:
@@ -110,33 +110,33 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
     yield Check("model", lambda: check_model(config, samples=any(actor.role == "rollout" for actor in plan)))
     scores_held_out = config.evaluation.every_steps and not flow.has_environment
     if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
-        yield Check("reward", lambda: _reward(config))
+        yield Check("reward", lambda: _check_rewards(config))
     (train,) = flow.of_kind("train")
     yield Check("loss", lambda: check_loss(train.function, flow.columns))
     if runs_code(config):
         yield Check("sandbox", lambda: check_sandbox(config), is_reported=not is_elsewhere())
     states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
     if states and config.checkpoint.every_steps:
-        yield Check("states", lambda: _states(states))
+        yield Check("states", lambda: _check_states(states))
     if flow.has_environment:
-        yield Check("environment", lambda: _environment(config))
+        yield Check("environment", lambda: _check_environment(config))
         yield Check("tool calls", lambda: _format_of(config).describe_tools(), is_reported=True)
-    yield Check("data", lambda: _data(config, flow))
+    yield Check("data", lambda: _check_data(config, flow))
     if config.data.curriculum.by is not None:
-        yield Check("curriculum", lambda: _curriculum(config, flow))
+        yield Check("curriculum", lambda: _check_curriculum(config, flow))
     if flow.rows_are in ("demonstrations", "preferences"):
-        yield Check("rewritten turns", lambda: _turns(config, flow), is_reported=True)
-    yield Check("rows left out", lambda: _left_out(config, flow), is_reported=True)
+        yield Check("rewritten turns", lambda: _compare_turns(config, flow), is_reported=True)
+    yield Check("rows left out", lambda: _count_left_out(config, flow), is_reported=True)
     others = [stage for stage in flow.stages if _needs_path(stage)]
     if others:
-        yield Check("other models", lambda: ", ".join(_other_model(config, stage) for stage in others))
+        yield Check("other models", lambda: ", ".join(_check_other_model(config, stage) for stage in others))
     if config.evaluation.every_steps:
-        yield Check("held-out data", lambda: _data(config, flow, held_out=True))
+        yield Check("held-out data", lambda: _check_data(config, flow, held_out=True))
         for name in config.evaluation.sets:
-            yield Check(f"held-out {name}", partial(_data, config.with_set(name), flow, held_out=True))
+            yield Check(f"held-out {name}", partial(_check_data, config.with_set(name), flow, held_out=True))
     for start in run.first_runs:
         name = "warm start" if start is config.warm_start else "first run"
-        yield Check(name, partial(_first_run, start))
+        yield Check(name, partial(_check_first_run, start))
 
 
 def trials(run: ResolvedRun) -> Iterator[Check]:
@@ -273,13 +273,13 @@ def _table(*columns: str) -> Table:
 # What the checks find.
 
 
-def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
+def _check_resources(config: RunConfig, plan: list[ActorPlan]) -> str:
     check_resources(plan, config)
     cpus, gpus = needed(plan)
     return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s) of a local Ray"
 
 
-def _output_dir(place: str) -> str:
+def _check_output_dir(place: str) -> str:
     """Check that runs can be made there; of a URL, that there is a file system for it which answers."""
     if is_url(place):
         try_place(working_copies(place), "XDG_CACHE_HOME")
@@ -287,24 +287,24 @@ def _output_dir(place: str) -> str:
     return str(try_place(place))
 
 
-def _states(states: dict[str, Any]) -> str:
+def _check_states(states: dict[str, Any]) -> str:
     """Check that a checkpoint can keep the states that per-batch functions start with."""
     states_to_text(states, states)
     return f"{', '.join(states)}: plain data, as checkpoints keep it"
 
 
-def _reward(config: RunConfig) -> str:
+def _check_rewards(config: RunConfig) -> str:
     named = [(one.function, one.options) for one in config.rewards if one.function != ENVIRONMENT_REWARD]
     for function, options in named if config.rewards else [(config.reward.function, config.reward.options)]:
         RewardSpec.of(function, options, tuple(config.imports)).check()
         if has_own_judge(function, options):
-            _own_judge(config, options)
+            _check_judge(config, options)
     what = " + ".join(f"{one.weight:g} · {one.title}" for one in config.rewards) or config.reward.function
     return f"{what}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
 
 
-def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:
-    if config.reward.judge.rollout.capabilities.options is None and options.get("structured", True):
+def _check_judge(config: RunConfig, options: Mapping[str, Any]) -> None:
+    if config.reward.judge.rollout.capabilities.structure_options is None and options.get("structured", True):
         raise ConfigError(
             f"reward.judge.engine={config.reward.judge.engine}: it cannot be held to a JSON schema. Set structured: "
             "false in the judge's options, or reward.judge.engine=vllm."
@@ -315,16 +315,15 @@ def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:
     make_format(load_tokenizer(path) if path is not None else tokenizer_of(config), GatewayConfig())
 
 
-def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
+def _check_data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     dataset = open_rows(config, held_out=held_out)
     if dataset is None:
         return "none"
     if flow.has_environment:
-        return f"{len(dataset):,} tasks, such as {dataset.row(0).where}{_unanswered(dataset, config)}"
+        return f"{len(dataset):,} tasks, such as {dataset.row(0).where}{_describe_unanswered(dataset, config)}"
     rows_are = "prompts" if held_out else flow.rows_are
-    processor = processor_of(config) if config.rollout.max_pictures else None
-    encoder = encoder_of(config, tokenizer_of(config), processor, rows_are)
-    needs = _needs(config, flow, rows_are, held_out=held_out)
+    encoder = _encoder(config, rows_are)
+    needs = _needs_of(config, flow, rows_are, held_out=held_out)
     report = check_prompts(dataset, encoder, config, rows_are=rows_are, needs=needs)
     found = f"{report.rows:,} rows, {report.read:,} read; longest prompt {report.longest_prompt} tokens"
     if report.longest_response:
@@ -336,15 +335,18 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
 
 
-def _turns(config: RunConfig, flow: Dataflow) -> str:
+def _encoder(config: RunConfig, rows_are: str) -> Any:
+    processor = processor_of(config) if config.rollout.max_pictures else None
+    return encoder_of(config, tokenizer_of(config), processor, rows_are)
+
+
+def _compare_turns(config: RunConfig, flow: Dataflow) -> str:
     """Say that the chat template writes an answered conversation otherwise than its prompt; empty where it does not."""
     try:
         dataset = open_rows(config)
     except PenstockError:  # the check of the data reports it
         return ""
-    encoder = encoder_of(
-        config, tokenizer_of(config), processor_of(config) if config.rollout.max_pictures else None, flow.rows_are
-    )
+    encoder = _encoder(config, flow.rows_are)
     if dataset is None or not encoder.is_rewritten(dataset.row(0)):
         return ""
     return (
@@ -353,7 +355,7 @@ def _turns(config: RunConfig, flow: Dataflow) -> str:
     )
 
 
-def _needs(config: RunConfig, flow: Dataflow, rows_are: str, *, held_out: bool = False) -> RowNeeds:
+def _needs_of(config: RunConfig, flow: Dataflow, rows_are: str, *, held_out: bool = False) -> RowNeeds:
     """What the run needs of each row. The check of rewards reports one that is not found."""
     needs_answer = False
     with suppress(ConfigError):
@@ -361,7 +363,7 @@ def _needs(config: RunConfig, flow: Dataflow, rows_are: str, *, held_out: bool =
     return RowNeeds.of(config.data, rows_are, needs_answer)
 
 
-def _unanswered(dataset: PromptDataset, config: RunConfig) -> str:
+def _describe_unanswered(dataset: PromptDataset, config: RunConfig) -> str:
     """Describe how many tasks of a dataset have no answer."""
     if config.data.source == ENVIRONMENT or config.data.columns.answer is None:
         return ""
@@ -369,7 +371,7 @@ def _unanswered(dataset: PromptDataset, config: RunConfig) -> str:
     return f"; {lacking:,} without an answer, which the environment is told as null" if lacking else ""
 
 
-def _curriculum(config: RunConfig, flow: Dataflow) -> str:
+def _check_curriculum(config: RunConfig, flow: Dataflow) -> str:
     """Describe the levels of the first rows. Raises `ConfigError` where nothing is rewarded, or for a phase without
     rows, `DataError` for a row without a level."""
     chosen, dataset = config.data.curriculum, open_rows(config)
@@ -394,7 +396,7 @@ def _curriculum(config: RunConfig, flow: Dataflow) -> str:
     )
 
 
-def _left_out(config: RunConfig, flow: Dataflow) -> str:
+def _count_left_out(config: RunConfig, flow: Dataflow) -> str:
     """Describe what a source has beyond what is trained on; empty for nothing. Raises `DataError` where most is held
     out."""
     try:
@@ -409,13 +411,13 @@ def _left_out(config: RunConfig, flow: Dataflow) -> str:
     num_read = rows_to_read(dataset, config)
     if held_out := problems.check(dataset, num_read):
         told.append(f"{held_out:,} of {num_read:,} rows, which are problems of evaluation")
-    needs = _needs(config, flow, flow.rows_are)
+    needs = _needs_of(config, flow, flow.rows_are)
     if needs.skips and (lacking := sum(needs.lacks(dataset.row(index)) for index in range(num_read))):
         told.append(f"{lacking:,} of {num_read:,} rows, which have no answer")
     return "; ".join(told)
 
 
-def _environment(config: RunConfig) -> str:
+def _check_environment(config: RunConfig) -> str:
     environment, form = make_environment(config.environment, config.imports), _format_of(config)
     if isinstance(environment, Tools) and form.refusal:
         raise ConfigError(form.refusal)
@@ -432,7 +434,7 @@ def _needs_path(stage: Stage) -> bool:
     return stage.kind == "scores" or (stage.kind == "logprobs" and stage.model != "reference")
 
 
-def _other_model(config: RunConfig, stage: Stage) -> str:
+def _check_other_model(config: RunConfig, stage: Stage) -> str:
     name = str(stage.model)
     if name in config.other_models and name not in config.model.paths:
         return f"{name} by {config.other_models[name].recipe}"
@@ -440,7 +442,7 @@ def _other_model(config: RunConfig, stage: Stage) -> str:
     return check_other_model(path, f"model.paths.{name}", scores=stage.kind == "scores")
 
 
-def _first_run(start: WarmStartConfig) -> str:
+def _check_first_run(start: WarmStartConfig) -> str:
     first = resolve_first(start)
     check_run(first)
     return f"{start.recipe}, {first.config.trainer.max_steps} steps of {first.config.algorithm.name}"
@@ -539,8 +541,8 @@ def try_rewards(config: RunConfig, flow: Dataflow) -> str:
     row = dataset.row(0)
     task = row.prompt_task()
     found = []
-    for name, spec in _rewards(config, flow):
-        results = asyncio.run(_tried(spec, task, config.reward.timeout_s))
+    for name, spec in _reward_functions(config, flow):
+        results = asyncio.run(_try_reward(spec, task, config.reward.timeout_s))
         if all(isinstance(result, RewardError) for result in results):
             raise ConfigError(f"{name} fails on {row.where}: {results[-1]}")
         given = ", ".join(
@@ -550,7 +552,7 @@ def try_rewards(config: RunConfig, flow: Dataflow) -> str:
     return "; ".join(found)
 
 
-def _rewards(config: RunConfig, flow: Dataflow) -> Iterator[tuple[str, RewardSpec]]:
+def _reward_functions(config: RunConfig, flow: Dataflow) -> Iterator[tuple[str, RewardSpec]]:
     """The functions by name. What an environment or a judge of the run gives is not tried: neither is there yet."""
     functions = {stage.name: stage.function for stage in flow.of_kind("reward")} or {"": None}  # for evaluation alone
     for stage, function in functions.items():
@@ -560,7 +562,7 @@ def _rewards(config: RunConfig, flow: Dataflow) -> Iterator[tuple[str, RewardSpe
             yield (name if function is None else name_of(function)), spec
 
 
-async def _tried(spec: RewardSpec, task: str, timeout_s: float) -> list[RewardResult]:
+async def _try_reward(spec: RewardSpec, task: str, timeout_s: float) -> list[RewardResult]:
     async with RewardPool(spec, timeout_s=timeout_s) as pool:
         return await pool.score([Response(text) for text in RESPONSES], [task] * len(RESPONSES))
 

@@ -5,8 +5,8 @@
 Failed uploads are reported once, counted (`failed_writes.py`) and retried. At the end there is one last pass, and the
 user is told which files are missing at the URL. A file appears there whole, and a file of lines up to a whole line.
 The event that ends a run is uploaded once everything else of it is at the URL, so that a reader of the last event finds
-the model. fsspec's `generic.rsync` does none of this: it has no order, copies files that are being written, and stops
-at the first that fails.
+the model. fsspec's `generic.rsync` does none of this: it copies events first, by their names, and half lines, and does
+not report a file that fails.
 
 `mirror.json` records what was uploaded. `is_ahead` decides which of two copies of a run is the newer one.
 """
@@ -233,15 +233,15 @@ class Mirror:
         self._every_s, self._timeout_s = tracking.upload_every_s, tracking.upload_timeout_s
         self._record = MirrorRecord.of(directory, url)
         self._before: dict[str, FileStamp] = {}
-        """Files as the last look has seen them, by name."""
+        """Files as the last pass has listed them, by name."""
         self._uploaded_at: dict[str, float] = {}
         self._missing: list[str] = []
-        """Names of the files that the last pass has left."""
+        """Names of the files that were missing at the URL after the last pass."""
         self._num_failures = 0
-        """Number of passes since the last that brought what was due."""
+        """Number of failed passes since the last that uploaded what was due."""
         self._changed = threading.Condition()
         self._asked, self._done = 0, 0
-        """Numbers of passes that were asked for by `upload_now`, and of those that are over."""
+        """Numbers of passes requested by `upload_now`, and of those that are over."""
         self._closing, self._abandoned = False, False
         self._thread: threading.Thread | None = None
 
@@ -280,7 +280,7 @@ class Mirror:
                 thread.join(max(0.0, self._timeout_s - TELL_AFTER_S))
         finally:
             self._abandoned = True
-            missing = self._missing_files()
+            missing = self._missing_of(list_files(self._directory))
             self._failed_writes.set_waiting(KIND, 0)
             if missing:
                 self._failed_writes.count_lost(KIND, len(missing))
@@ -296,10 +296,7 @@ class Mirror:
     def discard(self) -> None:
         """Stop, and remove what was uploaded."""
         thread, self._thread = self._thread, None
-        self._abandoned = True
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self.abandon()
         if thread is not None:
             thread.join(min(DISCARD_S, self._timeout_s))
         with contextlib.suppress(CheckpointError, OSError):
@@ -352,7 +349,7 @@ class Mirror:
                 files[name] = seen[name]
         has_changed = self._remove(replaced_model_files(seen, files)) or has_changed
         self._before = seen
-        self._missing = [name for name in seen if files.get(name) != seen[name]]
+        self._missing = self._missing_of(seen)
         self._failed_writes.set_waiting(KIND, len(self._missing) if failures else 0)
         self._num_failures = self._num_failures + 1 if failures else 0
         if not failures:
@@ -391,9 +388,10 @@ class Mirror:
                 del self._record.files[name]
         return bool(names)
 
-    def _missing_files(self) -> list[str]:
-        seen, files = list_files(self._directory), dict(self._record.files)
-        return [name for name in seen if files.get(name) != seen[name]]
+    def _missing_of(self, seen: Mapping[str, FileStamp]) -> list[str]:
+        """Names of the files that are not at the URL as they are here."""
+        uploaded = dict(self._record.files)
+        return [name for name, stamp in seen.items() if uploaded.get(name) != stamp]
 
     def _record_failure(self, error: OSError) -> None:
         with contextlib.suppress(RunInUse):  # the run's own writes report it

@@ -46,6 +46,18 @@ def test_every_package_of_an_extra_is_in_the_environment_of_the_tests() -> None:
         assert named(PROJECT["optional-dependencies"][extra]) <= locked, extra
 
 
+def test_only_the_server_and_the_page_import_what_their_extras_bring() -> None:
+    modules = {*EXTRAS["serve"], *EXTRAS["ui"]}
+    importing = {
+        file.relative_to(ROOT).parts[0]
+        for room in ("cli", "conf", "metering", "network", "orchestrator", "planner", "serve", "store", "ui", "workers")
+        for file in (ROOT / room).rglob("*.py")
+        for name in re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.MULTILINE)
+        if name in modules
+    }
+    assert importing == {"serve", "ui"}
+
+
 @pytest.mark.parametrize(
     ("words", "module", "extra"),
     [

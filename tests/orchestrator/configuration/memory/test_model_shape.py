@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.orchestrator.configuration.model_shape import TOWERS, ModelShape, TowerShape
-from penstock.workers.pictures.families import FAMILIES
+from penstock.workers.pictures.processor import FAMILIES
 from tests.orchestrator.configuration.memory import shapes
 from tests.workers.trainer import seeing
 
