@@ -1,4 +1,4 @@
-"""A rank of a trainer that takes data with targets of their own and a summed loss (`training_calls.py`) beside rows.
+"""A rank of a trainer that takes data with targets of their own and a summed loss (`workers/protocols.py`) beside rows.
 
     Datum(token_ids [T], targets [T, K], columns)  ─▶  prompt_ids [T], target_ids [T * K], a column [T * K] for each
     rows ─▶ micro-batches ─▶ forward, loss, backward ─▶ log-probabilities of each datum, metrics of all

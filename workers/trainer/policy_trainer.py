@@ -324,7 +324,8 @@ class PolicyTrainer:
         """The optimizer's numbers as this update's turn in the schedule has them."""
         config = self.config.optimizer
         rate = learning_rate(config, self.num_updates, self.config.max_steps)
-        return AdamParams(rate, *config.betas, config.eps, config.weight_decay, config.clip_norm)
+        beta1, beta2 = config.betas
+        return AdamParams(rate, beta1, beta2, config.eps, config.weight_decay, config.clip_norm)
 
     def _planned(self, rows: Rows, loss: Loss, count: int | None = None) -> tuple[LossArguments, list[Minibatch]]:
         """What the loss reads, and the minibatches, `count` or as many as configured. Collective."""

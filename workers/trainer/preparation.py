@@ -248,7 +248,8 @@ class Preparation:
         return rows, metrics
 
     def _computed(self, worker: ComputeWorker, rows: Rows) -> Rows:
-        everybody = [part for part in self._gather(_select_columns(rows, worker.stage.reads)) if len(part)]
+        own = Rows(rows.row_ids, rows.group_ids, rows.table().select(list(worker.stage.reads)))
+        everybody = [part for part in self._gather(own) if len(part)]
         if not everybody:
             return rows
         together = Rows.concat(everybody) if len(everybody) > 1 else everybody[0]
@@ -264,7 +265,3 @@ def _with_ages(rows: Rows, stage: Stage, version: int) -> Rows:
     """The rows with the column of a stage `staleness`."""
     ages = [version - versions.astype(np.float32) for versions in rows.arrays(stage.reads[0])]
     return rows.with_column(stage.writes[0].name, ages)
-
-
-def _select_columns(rows: Rows, names: Sequence[str]) -> Rows:
-    return Rows(rows.row_ids, rows.group_ids, rows.table().select(list(names)))

@@ -158,11 +158,6 @@ def _value(tree: Any, depth: int) -> Any:
     return LEAVES[kind](content)
 
 
-def _read_float(digits: str) -> float:
-    (value,) = struct.unpack(">d", bytes.fromhex(digits))
-    return float(value)
-
-
 def _read_bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
@@ -202,7 +197,7 @@ def _base64(value: bytes) -> str:
 
 LEAVES: dict[str, Callable[[Any], Any]] = {
     "int": lambda digits: int(digits, 16),
-    "float": _read_float,
+    "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
     "bytes": _read_bytes,
     "array": _read_array,
     "scalar": lambda content: _read_array([content[0], [], content[1]])[()],

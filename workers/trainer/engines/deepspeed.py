@@ -208,7 +208,8 @@ class DeepSpeedEngine:
         set_group_timeouts(self.deepspeed, config.collective_timeout_s)
         if self.optimizer is not None:
             self._fragments = {
-                fragment.name: fragment for fragment in fragments_of(trained, self.deepspeed.optimizer, ranks.rank)
+                name: fragment_of(name, parameter, self.deepspeed.optimizer, ranks.rank)
+                for name, parameter in trained.items()
             }
             if config.dtype == "bfloat16":  # which DeepSpeed has copied into its masters
                 for fragment in self._fragments.values():
@@ -356,13 +357,19 @@ class Fragment:
         self.shard.narrow(0, 0, self.count).copy_(self.piece().values)
 
 
-def fragments_of(parameters: dict[str, nn.Parameter], zero: Any, rank: int) -> Iterator[Fragment]:
-    """A fragment for each trained parameter, by name, in order. `zero`: DeepSpeed's optimizer around AdamW."""
-    for name, parameter in parameters.items():
-        if hasattr(parameter, "ds_tensor"):
-            yield _stage_3_fragment(name, parameter, zero, rank)
-        else:
-            yield _partition_fragment(name, parameter, zero)
+def fragment_of(name: str, parameter: Any, zero: Any, rank: int) -> Fragment:
+    """The fragment of a trained parameter. `zero`: DeepSpeed's optimizer around AdamW."""
+    if hasattr(parameter, "ds_tensor"):  # stage 3; the last ranks' parts are padded, and may be only padding
+        index, offset, part = zero.grad_position[zero.get_param_id(parameter)]
+        first, count = _part(parameter.ds_numel, part, rank)
+        flat = zero.fp32_partitioned_groups_flat[index]
+        return Fragment(name, tuple(parameter.ds_shape), first, count, flat, offset, parameter.ds_tensor)
+    shape, mapping = tuple(parameter.shape), parameter._hp_mapping
+    (flat,) = zero.optimizer.param_groups[0]["params"]
+    if mapping is None:
+        return Fragment(name, shape, 0, 0, flat, 0)
+    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Fragment(name, shape, part.start, part.numel, flat, place.start)
 
 
 def frozen_piece(name: str, parameter: Any, rank: int, num_ranks: int) -> Piece:
@@ -376,25 +383,6 @@ def frozen_piece(name: str, parameter: Any, rank: int, num_ranks: int) -> Piece:
     if sharded:
         return Piece(name, shape, first, parameter.ds_tensor.detach().narrow(0, 0, count))
     return Piece(name, shape, first, parameter.detach().reshape(-1).narrow(0, first, count))
-
-
-def _partition_fragment(name: str, parameter: Any, zero: Any) -> Fragment:
-    """The fragment of a parameter in stages 1 and 2."""
-    shape = tuple(parameter.shape)
-    (flat,) = zero.optimizer.param_groups[0]["params"]
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return Fragment(name, shape, 0, 0, flat, 0)
-    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Fragment(name, shape, part.start, part.numel, flat, place.start)
-
-
-def _stage_3_fragment(name: str, parameter: Any, zero: Any, rank: int) -> Fragment:
-    """The fragment of a parameter in stage 3. The last ranks' parts are padded, and may be only padding."""
-    index, offset, part = zero.grad_position[zero.get_param_id(parameter)]
-    first, count = _part(parameter.ds_numel, part, rank)
-    flat = zero.fp32_partitioned_groups_flat[index]
-    return Fragment(name, tuple(parameter.ds_shape), first, count, flat, offset, parameter.ds_tensor)
 
 
 def _part(num_elements: int, part: int, rank: int) -> tuple[int, int]:
