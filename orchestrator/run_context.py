@@ -1,4 +1,4 @@
-"""The parts of a run that all others work with."""
+"""The parts of a run that every other part works with."""
 
 from dataclasses import dataclass
 

@@ -44,7 +44,7 @@ from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.control.evaluation import play_timeout_s
 from penstock.orchestrator.control.members import catch_up_by_role
 from penstock.orchestrator.control.scaling import ScalableRole
-from penstock.orchestrator.loops.policy import Model, Policy, Prompt, SampleCalls, SavedStates, waited_for
+from penstock.orchestrator.loops.policy import Model, Policy, Prompt, SampleCalls, SavedStates, run_in_thread
 from penstock.orchestrator.observability.reporting.sinks import Sink, log_to, opened_sinks
 from penstock.orchestrator.run import with_models
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
@@ -105,7 +105,7 @@ class Attempts:
         `RewardFailure` if too many fail (`environment.max_error_share`), `DataError` if no attempt is left, and what
         engines fail with.
         """
-        groups = self._played(prompts, [self._samplings(prompt, n, sampling) for prompt in prompts])
+        groups = self._play(prompts, [self._samplings(prompt, n, sampling) for prompt in prompts])
         self.lost = Counter()
         dropped = self._config.rollout.truncated_to("drop")
         kept: list[tuple[Prompt, Trajectory]] = []
@@ -135,7 +135,7 @@ class Attempts:
         first = sample_seed(self._config.seed, prompt.index)
         return [chosen.seeded(first + index) for index in range(n)]
 
-    def _played(self, prompts: Sequence[Prompt], samplings: Sequence[Sequence[Sampling]]) -> list[Sequence[Trajectory]]:
+    def _play(self, prompts: Sequence[Prompt], samplings: Sequence[Sequence[Sampling]]) -> list[Sequence[Trajectory]]:
         """The attempts of each task's group, which one actor plays."""
         players, engines = self._fleet.role("environment"), self._fleet.role("rollout")
         tasks, seen = [prompt.task for prompt in prompts], [prompt.pictures for prompt in prompts]
@@ -200,12 +200,12 @@ class Workers(ScalableRole):
     def add(self, n: int = 1) -> list[str]:
         """Add actors. Returns their names once they serve. Raises `CannotScale`, `ResourceError`; then none was
         added."""
-        return waited_for(self.add_members(n))
+        return run_in_thread(self.add_members(n))
 
     def remove(self, n: int = 1, drain_s: float | None = None) -> list[str]:
         """Remove the actors that came last. Returns their names. `drain_s`: seconds for each to finish calls that are
         under way in another thread; None: `rollout.drain_s`. Raises `CannotScale`: one has to stay."""
-        return waited_for(self.remove_members(n, drain_s))
+        return run_in_thread(self.remove_members(n, drain_s))
 
 
 @dataclass

@@ -27,7 +27,7 @@ from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import Handles, Kind, answers, answers_or_end, first_line, kind_of, leaves
-from penstock.orchestrator.loops.verbs import put_together, shares_of
+from penstock.orchestrator.loops.verbs import merge_outputs, shares_of
 from penstock.orchestrator.recovery.decisions import FAILED_RESTARTS, RunFaults
 from penstock.orchestrator.recovery.restart import Restarts, title_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -63,7 +63,7 @@ class ClusterBackend:
         self._published: dict[str, Any] = {}
         """References to published adapters in Ray's object store, which spills to disk, by name."""
         self._given_up: set[str] = set()
-        """Published adapters that engines no longer get."""
+        """Adapters that an engine was lost with, which no engine gets any more."""
         self._at_work = defaultdict[str, Counter[str]](Counter)
         """Number of samples under way on each engine, by tenant."""
         self._apart_until: dict[str, float] = {}
@@ -85,10 +85,10 @@ class ClusterBackend:
                 f"rank={spec.rank}: adapters have a rank of 1 to {self.facts.max_rank} here. Ask for a smaller one, or "
                 "have the server started with a larger serve.max_rank."
             )
-        await self._all("create_adapter", self._same(name, spec, state))
+        await self._call_ranks("create_adapter", self._for_each_rank(name, spec, state))
 
     async def drop_adapter(self, name: str) -> None:
-        await self._all("drop_adapter", self._same(name))
+        await self._call_ranks("drop_adapter", self._for_each_rank(name))
 
     async def forward(self, name: str, data: Sequence[Datum], loss: LossCall, *, backward: bool) -> ForwardOutput:
         """Score the data: each rank its share, balanced by cost. Which share a datum is in depends on this call
@@ -96,13 +96,13 @@ class ClusterBackend:
         trainer = self._config.trainer
         shares = shares_of([len(datum.token_ids) for datum in data], trainer.num_ranks, trainer.ranks_per_row)
         arguments = [(name, [data[position] for position in share], loss, backward) for share in shares]
-        return put_together(shares, await self._all("forward_adapter", arguments))
+        return merge_outputs(shares, await self._call_ranks("forward_adapter", arguments))
 
     async def optim_step(self, name: str, params: AdamParams) -> dict[str, float]:
-        return dict((await self._all("step_adapter", self._same(name, params)))[0])
+        return dict((await self._call_ranks("step_adapter", self._for_each_rank(name, params)))[0])
 
     async def adapter_state(self, name: str) -> AdapterState:
-        state: AdapterState = (await self._all("adapter_state", self._same(name)))[0]
+        state: AdapterState = (await self._call_ranks("adapter_state", self._for_each_rank(name)))[0]
         return state
 
     async def bring_back(self, tenant: str, failure: TrainerLost) -> None:
@@ -111,10 +111,10 @@ class ClusterBackend:
             raise DeadlyRequest(f"ranks were lost again after {faults.max_restarts} restarts in {self.window_s:g} s, "
                                 "each time while a request of this key was at work (faults.max_restarts)")  # fmt: skip
 
-    def _same(self, *arguments: Any) -> list[tuple[Any, ...]]:
+    def _for_each_rank(self, *arguments: Any) -> list[tuple[Any, ...]]:
         return [arguments] * self._config.trainer.num_ranks
 
-    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _call_ranks(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call every rank with its own arguments. Raises `DataError` and `ConfigError` of theirs, `RequestFailed` for
         what would fail again, and `TrainerLost`."""
         async with self._turn:
@@ -145,15 +145,15 @@ class ClusterBackend:
         """Bring an adapter to every engine that is there; the others get it when they start."""
         self._published[sampler] = ray.put(state.for_sampling())
         try:
-            await self._everywhere("add_adapter", sampler, self._published[sampler])
+            await self._call_all_engines("add_adapter", sampler, self._published[sampler])
         except PenstockError:
             await self.drop_sampler(sampler)
             raise
 
     async def drop_sampler(self, sampler: str) -> None:
-        if self._published.pop(sampler, None) is not None:
+        if self._published.pop(sampler, None) is not None or sampler in self._given_up:
             self._given_up.discard(sampler)
-            await self._everywhere("drop_adapter", sampler)
+            await self._call_all_engines("drop_adapter", sampler)
 
     async def sample(self, sampler: str | None, call: SampleCall, tenant: str) -> SampleOutput:
         """Sample from an adapter, or from the base model. Raises `DataError` for what cannot be sampled,
@@ -161,7 +161,7 @@ class ClusterBackend:
         timeout_s, most = self._config.rollout.generate_timeout_s, max(2, self._config.faults.max_restarts)
         for num_lost in range(most):
             async with self._suspect_alone if num_lost == most - 1 else contextlib.nullcontext():
-                name, handle = await self._chosen(sampler, tenant)
+                name, handle = await self._choose_engine(sampler, tenant)
                 self._at_work[name][tenant] += call.num_samples
                 try:
                     one = (name, handle.sample.remote(sampler, call, uuid.uuid4().hex))
@@ -170,7 +170,7 @@ class ClusterBackend:
                 except PenstockError as failure:
                     if kind_of(failure) is Kind.ERROR:
                         raise
-                    self._lost(name, handle, failure)
+                    self._note_loss(name, handle, failure)
                 finally:
                     self._at_work[name] -= Counter({tenant: call.num_samples})
                     self._changed.set()
@@ -179,7 +179,7 @@ class ClusterBackend:
             f"engines were lost {most} times while a request of this key was at work (faults.max_restarts)"
         )
 
-    async def _chosen(self, sampler: str | None, tenant: str) -> tuple[str, Any]:
+    async def _choose_engine(self, sampler: str | None, tenant: str) -> tuple[str, Any]:
         """The engine with the fewest samples under way of those that a tenant may use; where there is none, the first.
         Who comes first chooses first. The wait ends with samples and with the replacements, each of which has its
         deadline. Raises `DeadlyRequest`, `BackendFailed`."""
@@ -207,24 +207,24 @@ class ClusterBackend:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _everywhere(self, method: str, sampler: str, *arguments: Any) -> None:
+    async def _call_all_engines(self, method: str, sampler: str, *arguments: Any) -> None:
         """Call a method of every engine. One that is lost meanwhile is replaced, and knows what is published then."""
 
-        async def told(name: str, handle: Any) -> None:
+        async def call(name: str, handle: Any) -> None:
             try:
-                await self._call([(name, handle)], method, sampler, *arguments)
+                await self._call_engines([(name, handle)], method, sampler, *arguments)
             except PenstockError as failure:
                 if kind_of(failure) is Kind.ERROR:
                     raise
-                self._lost(name, handle, failure, sampler if method == "add_adapter" else "")
+                self._note_loss(name, handle, failure, sampler if method == "add_adapter" else "")
 
-        await asyncio.gather(*(told(name, handle) for name, handle in self._fleet.role("rollout")))
+        await asyncio.gather(*(call(name, handle) for name, handle in self._fleet.role("rollout")))
 
-    async def _call(self, engines: Handles, method: str, *arguments: Any) -> None:
+    async def _call_engines(self, engines: Handles, method: str, *arguments: Any) -> None:
         calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in engines]
         await answers(calls, phase=method, timeout_s=self._config.weights.phase_timeout_s)
 
-    def _lost(self, name: str, handle: Any, failure: PenstockError, adapter: str = "") -> None:
+    def _note_loss(self, name: str, handle: Any, failure: PenstockError, adapter: str = "") -> None:
         """Have an engine replaced, unless another call has. Several others go on meanwhile; one alone is waited for.
         `adapter`: the one that it was loading."""
         if self._fleet.handle_of(name) is handle:
@@ -251,17 +251,17 @@ class ClusterBackend:
         spent, and the common one is charged. Raises `BackendFailed`."""
         if whose:
             try:
-                await self._start(self._charged[whose], role, team, failure)
+                await self._start_team(whose, role, team, failure)
             except BudgetSpent:
                 del self._charged[whose]
             else:
                 return False
-        await self._start(self._charged[""], role, team, failure)
+        await self._start_team("", role, team, failure)
         return bool(whose)
 
-    async def _start(self, restarts: Restarts, role: str, team: Sequence[str], failure: PenstockError) -> None:
+    async def _start_team(self, whose: str, role: str, team: Sequence[str], failure: PenstockError) -> None:
         """Start other members in place of lost ones. Raises `BackendFailed`, and `BudgetSpent` beyond the budget."""
-        title = title_of(team)
+        title, restarts = title_of(team), self._charged[whose]
         failed_starts: list[PenstockError] = []
 
         async def start() -> None:
@@ -282,22 +282,22 @@ class ClusterBackend:
         except PenstockError as error:
             if error is not failure or len(failed_starts) >= FAILED_RESTARTS:
                 raise BackendFailed(f"{title} cannot be started again: {first_line(failed_starts[-1])}") from error
-            raise BudgetSpent(f"{title} was lost again after faults.max_restarts restarts: {first_line(error)}")
+            why = first_line(error)
+            raise BudgetSpent(f"{title} was lost again after faults.max_restarts restarts: {why}") from error
 
     async def _catch_up(self, engines: Handles) -> None:
         """Bring engines all that is published, also meanwhile. What one of them is lost with is given up: nothing else
         is at work on it."""
         known: set[str] = set()
-        while (
-            due := {one: data for one, data in self._published.items() if one not in self._given_up}
-        ).keys() != known:
+        while (due := dict(self._published)).keys() != known:
             for sampler in due.keys() ^ known:
                 if sampler in due:
                     try:
-                        await self._call(engines, "add_adapter", sampler, due[sampler])
+                        await self._call_engines(engines, "add_adapter", sampler, due[sampler])
                     except PenstockError:
                         self._given_up.add(sampler)
+                        self._published.pop(sampler, None)
                         raise
                 else:
-                    await self._call(engines, "drop_adapter", sampler)
+                    await self._call_engines(engines, "drop_adapter", sampler)
             known = set(due)

@@ -1,6 +1,6 @@
 """The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run (`local_ray.py`).
 
-Cluster   connects, and stays connected while the run goes on
+Cluster   connects, and stays connected until the run ends
 while_it_lives
           makes a call that needs Ray, where a local one may have ended before the run
 look      the nodes that a run would have, without staying connected, for `penstock validate`: a process of its own
@@ -68,7 +68,7 @@ local_rays: dict[str, LocalRay] = {}
 """Clusters that this process has started, and that end with it, by address."""
 watches: list[HeadWatch] = []
 """Watches of the heads of clusters that this process is connected to, one at most."""
-_left_behind: list[Future[None]] = []
+_unanswered_calls: list[Future[None]] = []
 """Calls that waited for a Ray that has ended."""
 
 
@@ -139,12 +139,12 @@ def while_it_lives(call: Callable[[], None]) -> None:
         _call_cluster(call)
         return
     calling: Future[None] = Future()
-    _left_behind.append(calling)
+    _unanswered_calls.append(calling)
     threading.Thread(target=_resolve, args=(calling, call), daemon=True).start()
     while not (wait([calling], LOOKS_S).done or is_over()):
         pass
     if calling.done():
-        _left_behind.remove(calling)
+        _unanswered_calls.remove(calling)
         calling.result()
 
 
@@ -201,7 +201,7 @@ class Cluster:
 
     def close(self) -> None:
         if self._is_own:
-            if all(call.done() for call in _left_behind):  # else it would start another Ray when it goes on
+            if all(call.done() for call in _unanswered_calls):  # else it would start another Ray when it continues
                 ray.shutdown()
             _end_started()
         if self._watch is not None:

@@ -1,5 +1,5 @@
 """Addresses of Ray clusters: RAY_ADDRESS, checked before Ray sees it, and `cluster.json` in the directory of a run,
-written by the process that drives the run and read by others that ask it something (`penstock status`, `penstock
+written by the process that drives the run and read by processes that ask it something (`penstock status`, `penstock
 scale`).
 """
 
@@ -238,8 +238,8 @@ def note_connection(directory: RunDirectory, namespace: str) -> None:
 
 @contextlib.contextmanager
 def at_run(directory: RunDirectory, whom: str) -> Iterator[dict[str, Any]]:
-    """Connect to the Ray of a run that goes on, by its `cluster.json`, which this yields. A process that is connected
-    already stays so. Raises `ResourceError` where it is not there, or `whom` does not answer in the block."""
+    """Connect to the Ray of a run that has not ended, by its `cluster.json`, which this yields. A process that is
+    connected already stays so. Raises `ResourceError` where it is not there, or `whom` does not answer in the block."""
     found = json.loads(directory.cluster_file.read_text())
     if found["auth_mode"] is not None:
         os.environ.setdefault(AUTH_MODE, found["auth_mode"])

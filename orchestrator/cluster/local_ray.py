@@ -3,8 +3,8 @@
     this process ── a pipe, open until it ends ──▶ launcher ─▶ Ray's daemons ─▶ actors
                  ◀── the address, or what went wrong ──
 
-A terminal and `timeout` signal a process group: Ray is in another, so that a run that is told to end can ask its actors
-to. The launcher ends Ray when the pipe is closed, also where this process is killed. systemd and Slurm signal every
+A terminal and `timeout` signal a process group: Ray is in another, so that a run that gets a signal can ask its actors
+to end. The launcher ends Ray when the pipe is closed, also where this process is killed. systemd and Slurm signal every
 process: then Ray's daemons end with the run. The launcher says at once that Ray is no more, so that nobody here waits
 for it, and ends what is left.
 """
@@ -94,7 +94,7 @@ class LocalRay:
 
 def short_paths(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that have sockets in `/tmp`, where the temporary directory makes their paths longer than the kernel
-    takes. Raises `ResourceError` where Ray was told of that directory, or cannot use `/tmp`."""
+    takes. Raises `ResourceError` where RAY_TMPDIR names that directory, or Ray cannot use `/tmp`."""
     chosen = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or SHORT
     if len(os.fsencode(chosen) + SOCKET) <= SOCKET_BYTES:
         return {}
@@ -120,13 +120,13 @@ def main() -> None:
 
 
 def _start(options: Mapping[str, Any]) -> dict[str, str]:
-    """Start Ray. Returns what the process that asked for it is told."""
+    """Start Ray. Returns the answer for the process that asked for it."""
     import ray
 
     try:
         ray.init(address="local", **options)
         return {"address": ray.get_runtime_context().gcs_address}
-    except Exception as error:  # noqa: BLE001 - whatever Ray raises is told
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises is reported
         return {"failed": " ".join(f"{type(error).__name__}: {error}".split())}
 
 

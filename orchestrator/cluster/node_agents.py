@@ -83,7 +83,7 @@ class AgentsState:
 
 
 @dataclass(frozen=True)
-class StartedAgent:
+class NewAgent:
     """An agent that has started on a node that joins."""
 
     name: str
@@ -121,7 +121,7 @@ class NodeAgents:
         for node, address in nodes:
             self.members[node] = self._made(node, address)
 
-    def started(self, node: str, address: str, timeout_s: float) -> StartedAgent:
+    def started(self, node: str, address: str, timeout_s: float) -> NewAgent:
         """Start an agent on a node that joins, in any thread: it is one of these once it has `enter`ed, so nobody waits
         for its facts. Blocks. Raises what the agent raised, and `DeadlineExceeded`; then it is ended."""
         name, handle = self._made(node, address)
@@ -132,9 +132,9 @@ class NodeAgents:
         except BaseException:
             self.owner.end(handle)
             raise
-        return StartedAgent(name, handle, found)
+        return NewAgent(name, handle, found)
 
-    def enter(self, node: str, agent: StartedAgent) -> None:
+    def enter(self, node: str, agent: NewAgent) -> None:
         """Count an agent that has started among these."""
         self._facts = self._facts | {node: agent.facts}
         self.members = self.members | {node: (agent.name, agent.handle)}

@@ -79,7 +79,7 @@ class Tenure:
 
 
 @dataclass(frozen=True)
-class Kept:
+class HandoverState:
     """The state that a command has left for the next one."""
 
     epoch: int
@@ -108,13 +108,13 @@ class OwnerActor:
         self._ending = asyncio.create_task(self._end_with_lease())
         return self._tenure.take(time.monotonic())
 
-    async def take(self) -> Kept | None:
-        """Take the run from the command that drove it. None: that has left nothing to go on with."""
+    async def take(self) -> HandoverState | None:
+        """Take the run from the command that drove it. None: it has kept no state, so there is nothing to take over."""
         if self._state is None:
             return None
         now = time.monotonic()
         silent_s = self._tenure.silent_s(now)
-        return Kept(self._tenure.take(now), self._state, self._steps, silent_s)
+        return HandoverState(self._tenure.take(now), self._state, self._steps, silent_s)
 
     async def renew(self, epoch: int) -> None:
         """Renew the lease: the command is alive. Raises `TakenOver`, as everything below does."""
@@ -129,7 +129,7 @@ class OwnerActor:
 
     async def end(self, epoch: int, name: str) -> None:
         """End an actor, for the command that drives the run: what an older one wants is not done. The next command may
-        still ask for the handle of one that has ended: it was told of it before."""
+        still ask for the handle of one that has ended, which is in the state that it read."""
         self._tenure.check(epoch)
         if name in self._actors:
             ray.kill(self._actors[name])
@@ -154,7 +154,7 @@ class OwnerActor:
         self._steps = steps
 
     async def keep_only(self, epoch: int, names: Collection[str], groups: Collection[PlacementGroup]) -> dict[str, Any]:
-        """Keep the actors of these names and return them. All others end, and so do other reservations: those of
+        """Keep the actors of these names and return them. Other actors end, and so do other reservations: those of
         members that came or went as the command before died."""
         self._tenure.check(epoch)
         for name in self._actors.keys() - set(names):
@@ -283,15 +283,15 @@ class RunOwner(Owner):
         return cls(handle, epoch, lease_s)
 
     @classmethod
-    def take(cls, namespace: str, lease_s: float) -> "tuple[RunOwner, Kept] | None":
-        """Take the owner of a run whose command has died, with what that has left. None: there is none, or nothing to
-        go on with; then the owner ends. Raises `WorkerDied`, and `DeadlineExceeded` for one that does not answer: that
-        ends too, or it would keep what the run has reserved."""
+    def take(cls, namespace: str, lease_s: float) -> "tuple[RunOwner, HandoverState] | None":
+        """Take the owner of a run whose command has died, with what that has left. None: there is none, or it has
+        kept no state; then the owner ends. Raises `WorkerDied`, and `DeadlineExceeded` for one that does not answer:
+        that ends too, or it would keep what the run has reserved."""
         try:
             handle = ray.get_actor(OWNER, namespace=namespace)
         except ValueError:
             return None
-        kept: Kept | None = None
+        kept: HandoverState | None = None
         try:
             kept = _asked(handle.take.remote())
         finally:

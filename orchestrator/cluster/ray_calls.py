@@ -84,7 +84,7 @@ def is_cause(error: BaseException) -> bool:
 
 
 def cause_of(failures: Sequence[BaseException]) -> BaseException:
-    """The failure that explains the others, the first of its kind; its message lists them in short."""
+    """The failure that explains the rest, the first of its kind; its message lists them in short."""
     cause = min(failures, key=kind_of)  # the first of several that are equal
     told = {_line(cause)}
     others = [line for line in dict.fromkeys(map(_line, failures)) if line not in told]
@@ -174,7 +174,7 @@ async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float
 
 
 async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
-    """The results of several actor calls, in order. Raises the failure that explains the others: one that may be a
+    """The results of several actor calls, in order. Raises the failure that explains the rest: one that may be a
     consequence waits for the rest, at most `CAUSE_GRACE_S`."""
     tasks = [_future_of(ref) for _, ref in calls]
     wait = _Wait([name for name, _ in calls], phase, timeout_s)
@@ -247,7 +247,7 @@ async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, t
 
 
 def failed(results: Mapping[str, Any]) -> list[str]:
-    """Names of the actors whose call failed, of `outcomes` by name: others can take their places. Raises an error that
+    """Names of the actors whose call failed, of `outcomes` by name: each can be replaced. Raises an error that
     another actor would have, too."""
     errors = {name: result for name, result in results.items() if isinstance(result, Exception)}
     for error in errors.values():

@@ -1,6 +1,6 @@
 """The weight sync: brings versions of the weights from the trainer's ranks to the engines.
 
-    shm:      begin: ranks have their copies ─▶ (training may go on) ─▶ finish: it is sealed ─▶ engines load it
+    shm:      begin: ranks have their copies ─▶ (training continues) ─▶ finish: it is sealed ─▶ engines load it
               (between nodes, `WeightRelays` bring it to the engines' while it is written)
     streams:  finish: ranks send ‖ engines receive, before the next update
 
@@ -8,7 +8,7 @@ Between nodes:
 
     ranks are new  every rank: plan_chunks ─▶ plan ─▶ every relay; a node that joins gets the plan later
     each version   begin on every relay ─▶ ranks publish ─▶ wait on those of nodes with engines ─▶ engines load
-    a node joins   bring: its relay alone begins the newest version, which the others still have
+    a node joins   bring: its relay alone begins the newest version, which the other relays still have
 
 A node's relay is in its agent (`workers/weights/chain/relay.py`). Where all ranks and engines see the same shared
 memory none is needed. What the two sides do is in `workers/weights/`; here are the order of the calls, and their
@@ -45,7 +45,7 @@ SOURCE_CHECK_S = 0.2
 EPOCH_BITS = 32
 """Number of low bits in a broadcast's number that count; those above say which process has begun it."""
 PASSED_ON_S = 3.0
-"""Seconds within which all others get what a node had sent before it was gone."""
+"""Seconds within which all other nodes get what a node had sent before it was lost."""
 
 
 class WeightRelays:
@@ -89,7 +89,7 @@ class WeightRelays:
         may need it before there can be another."""
         whole, planned = self._whole, self._plan
         self._crosses_nodes, self._whole = False, None
-        self._look_around(trainers, engines)
+        self._update_nodes(trainers, engines)
         await self._plan_if_needed(trainers)
         if self._plan == planned:
             self._whole = whole
@@ -97,7 +97,7 @@ class WeightRelays:
 
     async def begin(self, version: int, trainers: Handles, engines: Handles) -> None:
         """Begin a version, before the ranks publish it. Raises `WeightError`, e.g. where a node has no room."""
-        self._look_around(trainers, engines)
+        self._update_nodes(trainers, engines)
         await self._plan_if_needed(trainers)
         self._whole, self._is_outdated = None, False
         if not self._crosses_nodes:
@@ -132,8 +132,8 @@ class WeightRelays:
         return [node for node, agent in self._sending.items() if there.get(node) is not agent]
 
     async def _while_sources_stay(self, telling: Awaitable[None]) -> None:
-        """Wait while the sources are there. Once one is gone, others pass on what it had sent; what it had not is
-        lost."""
+        """Wait while the sources are there. Once one is lost, the other relays pass on what it had sent; the rest
+        is lost."""
         waiting, lost_at = asyncio.ensure_future(telling), None
         try:
             while not waiting.done():
@@ -189,7 +189,7 @@ class WeightRelays:
     def _used(self) -> list[str]:
         return list(dict.fromkeys([*self._sources, *self._receivers]))
 
-    def _look_around(self, trainers: Handles, engines: Handles) -> None:
+    def _update_nodes(self, trainers: Handles, engines: Handles) -> None:
         self._nodes = self._look()
         node_of = self._nodes.node_of
         if gone := [name for name, _ in trainers if name not in node_of]:
@@ -234,7 +234,7 @@ class WeightRelays:
         needed: Collection[str] | None = None,
     ) -> None:
         """Call a method on the relays of nodes. The failure of a node that is gone is ignored unless it is `needed`:
-        its engines are gone with it, and others do without. `needed` None: nodes with ranks."""
+        its engines are gone with it, and no other node needs it. `needed` None: nodes with ranks."""
         needed = self._sources if needed is None else needed
         calls = []
         for node in nodes:
@@ -355,7 +355,7 @@ class WeightSync:
 
     async def _engines_with_it(self) -> Handles:
         """The engines on whose nodes the version is that was waited for. It is brought to those that have come since it
-        began. Where that cannot be they are ended, and who takes their places waits for the next one."""
+        began. Where that cannot be they are ended, and their replacements wait for the next one."""
         while late := self._between_nodes.late(self._engines):
             if not await self._between_nodes.bring(late):
                 self._fleet.remove([name for name, _ in late])
@@ -369,12 +369,12 @@ class WeightSync:
         return result
 
     async def catch_up(self, members: Handles) -> None:
-        """Have engines that have just started load the version that the others serve. It is brought to their node
-        first, if it is not there. The caller may await nothing between this and adding them to the fleet. Raises
+        """Have engines that have just started load the version that all other engines serve. It is brought to their
+        node first, if it is not there. The caller may await nothing between this and adding them to the fleet. Raises
         `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
         loaded: Delivery | None = None
         while self._newest is not None and loaded is not self._newest:
-            await self._reached(members)
+            await self._wait_until_reached(members)
             loaded = self._newest
             try:
                 phase = f"load version {loaded.version}"
@@ -384,7 +384,7 @@ class WeightSync:
                 if loaded is self._newest:
                     raise  # else its file has been used again meanwhile
 
-    async def _reached(self, members: Handles) -> None:
+    async def _wait_until_reached(self, members: Handles) -> None:
         """Wait until the newest version lies where these engines are. Raises `DeadlineExceeded`."""
         longest_s = self._config.trainer.step_timeout_s + SYNC_PHASES * self._timeout_s
         give_up = time.monotonic() + longest_s

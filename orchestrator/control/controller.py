@@ -8,10 +8,10 @@
                        Rollout-i.load        verify, pause, load, resume; then the store hears `served(v+1)`, which
                                              gives the Prompts their credits back
 
-The controller waits only for the trainers; all others work on rows as they become ready, and no row passes through
-here. A step is committed to the store once all ranks have reported it and copied their state (`step_loop.py`). With
-`max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out. With k > 0
-the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
+The controller waits only for the trainers; all other actors work on rows as they become ready, and no row passes
+through here. A step is committed to the store once all ranks have reported it and copied their state (`step_loop.py`).
+With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out. With k
+> 0 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
 
 Members that die are replaced while the rest continues (`recovery/restart.py`). Any other failure in a task ends the
 controller, with the error that explains the rest (`cause_of`).
@@ -87,7 +87,7 @@ class Controller:
         self._stop = False
         self._weights = WeightSync(fleet, config)
         self._turns = DeviceTurns(fleet, self.store, config, self._weights.reload)
-        self._pace = CpuTurns(fleet, self._paced)
+        self._pace = CpuTurns(fleet, self._report_pace)
         self._watch = Watch(fleet, config, self.directory)
         self._recovery = self._make_recovery(context, run_faults or RunFaults(config.faults), meters)
         self._restarts, self._journal = self._recovery.restarts, self._recovery.store.journal
@@ -115,18 +115,18 @@ class Controller:
         faults, fleet = self.config.faults, self.fleet
         share = faults.partner_share if faults.keep_state and self._weights.can_reconnect else 0.0
         timeout_s = self.config.trainer.collective_timeout_s
-        states = MemoryCheckpoints(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
+        states = MemoryCheckpoints(lambda: fleet.state_nodes, share, timeout_s, self._report_copies_ended)
         return StepLoop(context, self._recovery, self._weights, self._turns, states, self._observer)
 
     @property
-    def is_told_to_end(self) -> bool:
-        """True once a scheduler has told the run to end."""
+    def is_preempted(self) -> bool:
+        """True once a scheduler has signalled the run to end."""
         return self._preemption.is_due
 
     async def run(self) -> TrainingResult:
-        """Make all steps. Raises the failure that explains the others."""
+        """Make all steps. Raises the failure that explains the rest."""
         try:
-            with self._preemption.heeded():
+            with self._preemption.handled():
                 await self._run()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
@@ -226,17 +226,17 @@ class Controller:
                 self._journal.written(step)
             due, metrics = (self._before if is_done else None), self._taken.metrics
             await self._loop.retry(lambda: self._saving.adopt(due, metrics))
-            if not is_done:  # the loop goes on with it
+            if not is_done:  # the loop continues with this step
                 return
         await self._loop.publish(self._before)
         await self._loop.load(await self._loop.seal())
         await self._loop.serve(self._before)
 
-    def _no_more_copies(self, reason: str) -> None:
+    def _report_copies_ended(self, reason: str) -> None:
         self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
         self.progress.note(reason)
 
-    def _paced(self, text: str) -> None:
+    def _report_pace(self, text: str) -> None:
         self.directory.event("paced", step=self._restarts.step, text=text)
         self.progress.note(text)
 

@@ -106,10 +106,10 @@ class Evaluator:
         meanwhile, all problems are given to those that are there then."""
         found: dict[str, float] = {}
         for name, held_out in self._sets.items():
-            found |= await self._tried(fleet, name, held_out)
+            found |= await self._measure_set(fleet, name, held_out)
         return found
 
-    async def _tried(self, fleet: Fleet, name: str, held_out: HeldOut) -> dict[str, float]:
+    async def _measure_set(self, fleet: Fleet, name: str, held_out: HeldOut) -> dict[str, float]:
         for _ in range(TRIES - 1):
             try:
                 return await self._measure(fleet, name, held_out)
@@ -195,7 +195,7 @@ class EnvironmentEvaluator(Evaluator):
     async def _scores(
         self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
     ) -> list[Scores]:
-        groups = await self._played(fleet, held_out, [_each(sampling, num_samples) for sampling in samplings])
+        groups = await self._play(fleet, held_out, [_each(sampling, num_samples) for sampling in samplings])
         kept = [
             (index, place, attempt)
             for index, group in enumerate(groups)
@@ -203,14 +203,14 @@ class EnvironmentEvaluator(Evaluator):
             if attempt.outcome.is_trained
         ]
         tasks = [held_out.tasks[index] for index, _, _ in kept]
-        scores = await self._rewarded(fleet, tasks, [attempt for _, _, attempt in kept])
+        scores = await self._score_attempts(fleet, tasks, [attempt for _, _, attempt in kept])
         found = {(index, place): score for (index, place, _), score in zip(kept, scores, strict=True)}
         return [
             [found.get((index, place)) for place, attempt in enumerate(group) if attempt.outcome.kind != REJECTED]
             for index, group in enumerate(groups)
         ]
 
-    async def _played(
+    async def _play(
         self, fleet: Fleet, held_out: HeldOut, samplings: Sequence[Sequence[Sampling]]
     ) -> list[Sequence[AttemptResult]]:
         """The attempts of each task's group, which one actor plays."""
@@ -225,7 +225,7 @@ class EnvironmentEvaluator(Evaluator):
         timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
         return undeal(await answers_or_end(deal(players, play), phase="evaluation", timeout_s=timeout_s))
 
-    async def _rewarded(
+    async def _score_attempts(
         self, fleet: Fleet, tasks: Sequence[str], attempts: Sequence[AttemptResult]
     ) -> list[Score | None]:
         """Weighted sums of what the environment and the reward stages give; None where one of them fails."""

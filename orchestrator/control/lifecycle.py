@@ -5,18 +5,15 @@ to its last checkpoint (to its beginning, if none was taken yet).
 
 `recovery/restart.py` replaces single members; `recovery/resume.py` decides about returns.
 
-Trials on the nodes of a fleet that has started, before the first step: numbers of CPU threads, and the sandbox.
-
-`try_threads` finds the numbers for engines and ranks that share the cores of a node and run at the same time:
+Before the first step a new fleet tries what its nodes can do. `try_fences` tries the sandbox for code of models, where
+the cluster was there before the run. `try_threads` finds numbers of CPU threads for engines and ranks that share the
+cores of a node and run at the same time:
 
     an engine's decode steps ─┐
                               ├─ seconds a token, by threads ─▶ placement/threads.py: best ─▶ use_threads, threads.json
     the ranks' micro-batch   ─┘
 
-No other process computes meanwhile, and nothing that is tried is trained. A run that goes on keeps what was found.
-
-`try_fences` tries the sandbox for code of models where the cluster was there before the run: the nodes' agents do it,
-before models are loaded.
+No other process computes meanwhile, and nothing that is tried is trained. A run that is resumed keeps what was found.
 """
 
 import asyncio
@@ -126,7 +123,7 @@ class RunLifecycle:
             asks = answers_are_needed(self._flow, config, held_out=True)
             evaluator = Evaluator.of(config, self._model_path, needs_answer=asks)
         while True:
-            step, is_told_to_end = 0, False
+            step, is_preempted = 0, False
             try:
                 orphan, self._orphan = self._orphan, None
                 with self._fleet(orphan) as fleet:
@@ -138,9 +135,9 @@ class RunLifecycle:
                     try:
                         return process.run(controller.run(), raise_if_over)
                     finally:
-                        step, is_told_to_end = controller.outcome.num_steps, controller.is_told_to_end
+                        step, is_preempted = controller.outcome.num_steps, controller.is_preempted
             except PenstockError as error:
-                if is_told_to_end and is_recoverable(error):
+                if is_preempted and is_recoverable(error):
                     raise KeyboardInterrupt from error
                 self._return.after(error, step, has_read_checkpoint=orphan is None)
             self._namespace = namespace_of(self._directory)
@@ -249,13 +246,13 @@ def try_threads(fleet: Fleet, directory: RunDirectory) -> None:
     found = shared_nodes(fleet.plan, fleet.reservation.assignment, fleet.cores)
     for node, members in found.items():
         if node not in fleet.trials:
-            fleet.trials[node] = _tried(fleet, node, members)
+            fleet.trials[node] = _try_node(fleet, node, members)
     if found:
         get_all(thread_calls(fleet), phase=PHASE, timeout_s=fleet.config.rollout.start_timeout_s)
         write_trials(directory, fleet.trials)
 
 
-def _tried(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Trial:
+def _try_node(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Trial:
     """Try on one node. `members`: an engine, and the ranks there. Ranks on other nodes compute along, as always."""
     engine, ranks = members[0], members[1:]
     config, timeout_s = fleet.config, fleet.config.rollout.start_timeout_s

@@ -77,7 +77,8 @@ def change_of(request: ScalingRequest, num_present: int, refusals: Mapping[str, 
 
 
 def who_leaves(names: Sequence[str], count: int) -> list[str]:
-    """The last members that came: what the others reserve stays the run's. `names`: in the order in which they came."""
+    """The last members that came: what the first ones reserve stays the run's. `names`: in the order in which they
+    came."""
     return list(reversed(names[len(names) - count :]))
 
 
@@ -228,8 +229,8 @@ class Membership:
         return done
 
     async def _make_room(self, role: str, count: int, done: ScalingResult) -> list[str]:
-        """Plan members that can join, one after the other. Returns their names. What keeps others from it is a
-        problem."""
+        """Plan members that can join, one after the other. Returns their names. What keeps more from joining is a
+        problem of the result."""
         names: list[str] = []
         for _ in range(count):
             for stage, _ in self._stages(role):
@@ -260,7 +261,7 @@ class Membership:
                 self._progress.note(f"{name} cannot join: {first_line(error)}")
             raise
         self._keep(role, [name])
-        self._tell("joined", role, name, place, time.monotonic() - began)
+        self._report("joined", role, name, place, time.monotonic() - began)
         return place
 
     async def _leave(self, role: str, name: str, drain_s: float) -> None:
@@ -275,9 +276,9 @@ class Membership:
         await self._fleet.end(*taken)
         with contextlib.suppress(PenstockError):  # what it could not give back itself, to a store that is there
             await self._store.abandon(name)
-        self._tell("left", role, name, place, time.monotonic() - began)
+        self._report("left", role, name, place, time.monotonic() - began)
 
-    def _tell(self, kind: str, role: str, name: str, place: str, seconds: float) -> None:
+    def _report(self, kind: str, role: str, name: str, place: str, seconds: float) -> None:
         step = self._restarts.step
         self._directory.event(kind, role=role, member=name, node=place, step=step, seconds=round(seconds, 3))
         self._progress.note(f"{name} has {kind} on {place}, after {seconds:.1f} s")
@@ -322,15 +323,15 @@ class Membership:
             self._restarts.give_up("agent", name, failure)
             raise failure from None
         self._directory.event("node_left", node=name.removeprefix("Agent-"), message=first_line(failure))
-        leaving = self._lose(capacity.names_on(node))
+        leaving = self._end_with_node(capacity.names_on(node))
         await self._store_restart.retry(lambda: self._store.lost(node))
         capacity.forget_node(node)  # from here on its other members may start again, elsewhere or there
         self._watched_nodes.discard(node)
-        await self._make_up_for(leaving)
+        await self._replace_lost(leaving)
 
-    def _lose(self, names: Sequence[str]) -> list[str]:
-        """End members that are gone with their node. Some leave for good, whose names are returned. The others start
-        again elsewhere, which the callers that miss them see to."""
+    def _end_with_node(self, names: Sequence[str]) -> list[str]:
+        """End members that are gone with their node. Some leave for good, whose names are returned. The rest start
+        again elsewhere, by the callers that miss them."""
         capacity = self._fleet.capacity
         leaving = [actor.name for actor in self._fleet.plan if actor.name in names and capacity.can_leave(actor)]
         for name in leaving:
@@ -341,7 +342,7 @@ class Membership:
         self._fleet.remove(leaving)
         return leaving
 
-    async def _make_up_for(self, leaving: Sequence[str]) -> None:
+    async def _replace_lost(self, leaving: Sequence[str]) -> None:
         """Take out members that have left with their node. Others make up the number of the start, where there is
         room."""
         gone: Counter[str] = Counter()
@@ -353,7 +354,7 @@ class Membership:
             await self._fleet.end(actor, handle)
             with contextlib.suppress(PenstockError):
                 await self._store.abandon(name)
-            self._tell("left", role, name, place, 0.0)
+            self._report("left", role, name, place, 0.0)
             gone[role] += 1
         for role, count in gone.items():
             async with self._changing:
@@ -393,7 +394,7 @@ async def drain(members: Handles, drain_s: float) -> None:
 
 
 def catch_up_by_role(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
-    """The calls by which actors that replace others or join catch up before they serve, by role. Roles that are not in
+    """The calls by which new members catch up before they serve, by role. Roles that are not in
     it cannot be replaced alone: engines that the trainers stream weights to have met these at the start."""
     catching: dict[str, CatchUp] = dict.fromkeys(
         ("prompts", "environment", "reward", "compute", "scorer"), nothing_to_catch_up
@@ -408,11 +409,11 @@ LOOK_S = 0.1
 
 
 TELL_S = 10.0
-"""Deadline for an environment to answer; one that does not is told again."""
+"""Deadline for an environment to answer; one that does not is asked again."""
 
 
 class EngineDirectory:
-    """Tells the environments which engines there are: whenever one has joined, died, or taken another's place.
+    """Sends the environments the list of engines, whenever one has joined, died, or been replaced.
 
     An engine is in its role only once it serves the newest weights, so an environment never samples under older ones
     than the store allows.

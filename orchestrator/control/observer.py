@@ -55,7 +55,7 @@ class Observer:
         )
         self._samples = SampleLog(config, flow, directory, self._last_batch, lambda: fleet.role("trainer"))
         self._trace = StepTrace(
-            directory, lambda: self._asked(store.work(), "work"), self._names,
+            directory, lambda: self._ask(store.work(), "work"), self._names,
             lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
         )  # fmt: skip
         self._state = StateLog(
@@ -65,7 +65,7 @@ class Observer:
         known = KnownCurves.of_config(directory.read_config())
         self._diagnosis = Diagnosis(config.diagnosis_of_run, config.max_staleness, directory, progress, known)
         self._stalls = Stalls(
-            config.diagnosis, lambda: self._asked(store.describe(), "describe"), watch.stacks,
+            config.diagnosis, lambda: self._ask(store.describe(), "describe"), watch.stacks,
             {column.name: stage.name for stage in flow.stages if not stage.is_in_trainer for column in stage.writes},
             lambda: self._names("trainer"), directory, progress,
         )  # fmt: skip
@@ -81,10 +81,10 @@ class Observer:
 
     @contextlib.contextmanager
     def _tolerant(self) -> Iterator[None]:
-        """Let a failed observation end alone: its error is told, and the run goes on."""
+        """Let a failed observation end alone: its error is reported, and the run continues."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        except Exception as error:  # noqa: BLE001 - whatever it is, training continues
             trace = "".join(traceback.format_exception(error))
             self._directory.event("observing_failed", error=type(error).__name__, message=str(error), traceback=trace)
             self._progress.note(f"a part of the page will be missing: {type(error).__name__}: {error}")
@@ -145,11 +145,11 @@ class Observer:
     async def described_store(self) -> str:
         """The store's state, for the message of an error."""
         try:
-            return str(await self._asked(self._store.describe(), "describe"))
+            return str(await self._ask(self._store.describe(), "describe"))
         except PenstockError as error:
             return str(error)
 
-    async def _asked(self, call: Awaitable[dict[str, Any]], phase: str) -> dict[str, Any]:
+    async def _ask(self, call: Awaitable[dict[str, Any]], phase: str) -> dict[str, Any]:
         found: dict[str, Any] = await answer(call, name="Store", phase=phase, timeout_s=QUICK_S)
         return found
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 def run(main: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None) -> T:
     """Run as `asyncio.run` does, and end without threads that hang. `check`: raises what ends the work, asked again and
-    again. An interrupt is told as one, whatever else fails with it."""
+    again. An interrupt is raised as one, whatever else fails with it."""
     with asyncio.Runner() as runner:
         runner.get_loop().set_default_executor(DaemonThreads())
         return runner.run(_checked(main, check))
@@ -86,13 +86,13 @@ class DaemonThreads(ThreadPoolExecutor):
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - its caller is told
+            except BaseException as error:  # noqa: BLE001 - its caller gets it
                 future.set_exception(error)
         self._calls.discard(threading.current_thread())
 
 
 class Preemption:
-    """Handler of a scheduler's SIGTERM, and of SIGHUP. Lifecycle: within `heeded`, `is_due` is true once no further
+    """Handler of a scheduler's SIGTERM, and of SIGHUP. Lifecycle: within `handled`, `is_due` is true once no further
     step is to begin; then `leave`."""
 
     def __init__(self, time_s: float, tell: Callable[[str], None]) -> None:
@@ -103,7 +103,7 @@ class Preemption:
         self._end: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
-    def heeded(self) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         """Handle the signals that this process has handlers of its own for, as the command line has."""
         before = {number: signal.getsignal(number) for number in ENDING}
         own = {number: handler for number, handler in before.items() if callable(handler)}

@@ -1,4 +1,4 @@
-"""Scaling of a run while it goes on: who has members join and leave.
+"""Scaling of a run: who has members join and leave.
 
 ScalingListener      `penstock scale`, by the mailbox of the agent on the driver's node (`scaling_requests.py`)
 AutoscalerFollower   `rollout.num_workers=auto`: engines join when the cluster has room for more, which it is asked for
@@ -38,7 +38,7 @@ class ScalingListener:
         self._agent, self._members, self._config = agent, members, config
 
     async def run(self) -> None:
-        with contextlib.suppress(RayError):  # the agent is gone, which others tell
+        with contextlib.suppress(RayError):  # the agent is lost, which its watcher reports
             while True:
                 number, (texts, drain_s) = await self._agent.take_question.remote()
                 await self._agent.answer.remote(number, await self._answer(texts, drain_s))

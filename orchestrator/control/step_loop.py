@@ -1,9 +1,9 @@
 """The training steps of a run: makes optimizer steps on all ranks, commits each one, brings its weights to the engines,
 and restarts the ranks where one of them is lost on the way.
 
-    make      all ranks update ─▶ they begin to copy their state ─▶ they may go on
+    make      all ranks update ─▶ they begin to copy their state ─▶ they are free
     commit    all copies are there, on second nodes too ─▶ journal ─▶ the store hears of it: the rows of the step end
-    publish   ranks write version n ─▶ they may go on
+    publish   ranks write version n ─▶ they are free
     seal      all of it is written: step n + 1 may be committed
     load      every engine loads it        serve ─▶ the store may admit prompts
     recover   a call failed ─▶ is it the store? ─▶ kill all ranks ─▶ store.settle: which step was committed last?
@@ -61,8 +61,8 @@ from penstock.workers.weights.engine_calls import Delivery
 
 ROLE = "trainer"
 RANKS = "the trainer's ranks"
-"""Title of the restart of all ranks, with what they need before they go on. The start of their processes within it is a
-restart of its own, which is counted and reported."""
+"""Title of the restart of all ranks, with what they need before the next call. The start of their processes within it
+is a restart of its own, which is counted and reported."""
 PROGRESS_S = 10.0
 """Seconds within which a living rank reports its progress."""
 T = TypeVar("T")
@@ -245,7 +245,7 @@ class StepLoop:
     # Publish.
 
     async def publish(self, version: int) -> float:
-        """Publish the ranks' weights as a version. Returns the seconds for which the ranks could not go on to the next
+        """Publish the ranks' weights as a version. Returns the seconds for which the ranks could not begin the next
         step."""
         start = time.time()
 
@@ -378,7 +378,7 @@ class StepLoop:
         self._fleet.kill(team)
         async with self._deciding:
             trained = await self._store.settle()
-        if trained > self._base and not await self._states.are_there(trained):
+        if trained > self._base and not await self._states.are_available(trained):
             self._restarts.give_up(ROLE, title_of(team), failure)
             raise failure
         store = self._store.incarnation

@@ -1,20 +1,30 @@
-"""Turns on devices that engines and trainers share (`placement=colocated`).
+"""Turns of engines and ranks on hardware that they share: GPUs (`DeviceTurns`, `placement=colocated`), or the CPUs of
+one machine (`CpuTurns`).
+
+GPUs:
 
     generation:  ranks have made room, engines are awake and load the newest version ─▶ the store has a batch
     training:    engines sleep, scorers have made room, ranks are back ─▶ update, publication
 
-Who takes the place of a lost one starts when it is its turn: an engine when the ranks have made room, ranks while the
-engines sleep. An engine that is lost in its turn is started in it, and one that is lost asleep in the next. Ranks that
-are lost while engines generate are missed when they are to come back, and a step that is taken again begins with a
-turn of the engines: a new store may lack some of its samples.
+A replacement starts when it is its turn: an engine when the ranks have made room, ranks while the engines sleep. An
+engine that is lost in its turn is started in it, and one that is lost asleep in the next. Ranks that are lost while
+engines generate are missed when they are to come back, and a step that is made again begins with a turn of the engines:
+a new store may lack some of its samples.
 
 Engines keep no weights while they sleep: after `generation` they sample once they have loaded a version. The step that
-is taken again has them load the one that they had.
+is made again has them load the one that they had. A scorer comes back by itself when it has rows to compute, which is
+while engines generate. Rank i and engine i have one GPU: `placement/reservation.py`. With devices of their own, all are
+there all the time, and none waits for a turn.
 
-A scorer comes back by itself when it has rows to compute, which is while engines generate.
+CPUs: engines and ranks work at the same time or take turns, whichever makes a step faster. The seconds of steps decide,
+since a trial before the run knows neither how long responses will be nor which other processes compute there.
 
-Rank i and engine i have one GPU: `placement/reservation.py`. With devices of their own, all are there all the time, and
-none waits for a turn.
+    at the same time   up to `max_staleness` steps of prompts are ahead, threads as the trial has found for both
+    in turns           the prompts of one step at a time: the ranks wait for engines, engines for the new version, and
+                       each side has the threads with which it was fastest alone
+
+Taking turns never makes a token staler. It pays where both sides keep all cores busy by themselves: what they do at the
+same time then takes as long as one after the other, and longer by what they take from each other.
 """
 
 import asyncio
@@ -106,7 +116,7 @@ class DeviceTurns:
 
     async def _failing(self, role: str, method: str) -> list[str]:
         """Call a method of all members of a role. Returns the names of those that are gone, or do not answer in time.
-        Raises an error that others would have, too."""
+        Raises an error that a new process would have, too."""
         members, phase = self._fleet.role(role), f"{role}: {method.replace('_', ' ')}"
         found = await try_all(members, method, phase=phase, timeout_s=self._config.weights.phase_timeout_s)
         return failed({name: result for (name, _), result in zip(members, found, strict=True)})
@@ -122,7 +132,8 @@ FASTER = 0.95
 
 @dataclass
 class Pace:
-    """The choice. Pure: `note` each step. The present way is measured, then the other one, then the better goes on."""
+    """The choice. Pure: `note` each step. The present way is measured, then the other one, then the better one is
+    kept."""
 
     settles: int
     """Number of steps after a change that tell nothing: what was ahead is used up, or made."""
@@ -137,7 +148,7 @@ class Pace:
     """Seconds of the measured steps, at the same time and in turns."""
 
     def note(self, seconds: float | None) -> tuple[float, float] | None:
-        """Note a step. `seconds`: None for one that had more to do than others, such as an evaluation. Returns the
+        """Note a step. `seconds`: None for one that had more to do than usual, such as an evaluation. Returns the
         median seconds at the same time and in turns where the way has just been chosen by them."""
         self._steps += 1
         measured = self._seconds[self.takes_turns]

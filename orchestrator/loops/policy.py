@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.algorithms.graph.columns import PROMPT_PICTURES, STANDARD_COLUMNS, Column
-from penstock.algorithms.graph.loss import aggregated, check_loss
+from penstock.algorithms.graph.loss import check_loss, wrap_loss
 from penstock.algorithms.graph.stage import GROUP_IDS
 from penstock.conf.errors import (
     CheckpointError,
@@ -53,7 +53,7 @@ from penstock.orchestrator.loops.verbs import (
     SampleOptions,
     check_name,
     loss_call,
-    put_together,
+    merge_outputs,
     seed_of,
     shares_of,
 )
@@ -227,7 +227,7 @@ class Model:
 
     def _shares(self, rows: Rows, *, whole_groups: bool = False) -> list[np.ndarray]:
         """Positions of `rows` by rank, balanced by cost; ranks that split the work on a row get the same ones."""
-        are_attempts = "context_ids" in rows  # in an environment; what they begin with is not told apart
+        are_attempts = "context_ids" in rows  # in an environment; their prompt is not distinguished
         read = rows.lengths("context_ids" if are_attempts else "prompt_ids")
         lengths = read + rows.lengths("response_ids")
         members = [np.flatnonzero(rows.group_ids == group) for group in np.unique(rows.group_ids)]
@@ -336,10 +336,10 @@ class Policy(Model, LoopPolicy):
         lengths = [len(datum.token_ids) for datum in data]
         shares = shares_of(lengths, len(self._ranks), self._config.trainer.ranks_per_row)
         arguments = [([data[position] for position in share], loss_call(loss), backward) for share in shares]
-        return put_together(shares, self._all("forward_data", arguments, self._config.trainer.step_timeout_s))
+        return merge_outputs(shares, self._all("forward_data", arguments, self._config.trainer.step_timeout_s))
 
     def _of_batch(self, method: str, rows: Rows, loss: Loss) -> dict[str, float]:
-        loss = aggregated(loss, getattr(self._config.algorithm, "aggregation", "token_mean"))
+        loss = wrap_loss(loss, getattr(self._config.algorithm, "aggregation", "token_mean"))
         check_loss(loss, _declared(rows))
         kept = finite_rows(rows, inspect.signature(loss).parameters)
         left_out = {NOT_FINITE: float(len(rows) - len(kept))} if len(kept) < len(rows) else {}
@@ -354,7 +354,7 @@ class Policy(Model, LoopPolicy):
         every engine serves it."""
         self._samples.settle()
         version = self.version + 1
-        waited_for(self._bring(version))
+        run_in_thread(self._bring(version))
         self.version = version
         return version
 
@@ -377,14 +377,14 @@ class Policy(Model, LoopPolicy):
         path. Raises `DataError` for a name that is taken, and while gradients wait, which no state keeps;
         `CheckpointError`, `DeadlineExceeded`."""
         self._check_stepped("save")
-        return waited_for(self._states.save(name, {"samples": self._samples.num_begun}))
+        return run_in_thread(self._states.save(name, {"samples": self._samples.num_begun}))
 
     def load(self, path: str) -> None:
         """Go on from what `save` has saved, in this session or another one of the same model: weights, optimizer,
         counters, and the seeds of samples. Engines have it after `publish`. Raises `DataError` while gradients wait, or
         where there is no state, `CheckpointError` for one that is damaged or does not fit; nothing has changed then."""
         self._check_stepped("load")
-        self._samples.num_begun = waited_for(self._states.load(path))["samples"]
+        self._samples.num_begun = run_in_thread(self._states.load(path))["samples"]
 
     def _check_stepped(self, verb: str) -> None:
         if self._has_gradients:
@@ -392,7 +392,7 @@ class Policy(Model, LoopPolicy):
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""
-        waited_for(export_model(self._fleet, str(Path(directory).expanduser().resolve())))
+        run_in_thread(export_model(self._fleet, str(Path(directory).expanduser().resolve())))
 
 
 def _declared(rows: Rows) -> dict[str, Column]:
@@ -431,7 +431,7 @@ def _are_finite(rows: Rows, name: str) -> np.ndarray:
     return np.ones(len(rows), bool)
 
 
-def waited_for(work: Coroutine[Any, Any, T]) -> T:
+def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a thread of its own: a notebook has an event loop in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()

@@ -149,7 +149,7 @@ def shares_of(lengths: Sequence[int], num_ranks: int, ranks_per_row: int) -> lis
     return [sorted(share) for share in shares for _ in range(ranks_per_row)]
 
 
-def put_together(shares: Sequence[Sequence[int]], outputs: Sequence[ForwardOutput]) -> ForwardOutput:
+def merge_outputs(shares: Sequence[Sequence[int]], outputs: Sequence[ForwardOutput]) -> ForwardOutput:
     """The output for all data, of those of the ranks for their shares."""
     logprobs: list[np.ndarray] = [np.zeros(0, np.float32)] * (
         1 + max((max(share) for share in shares if share), default=-1)

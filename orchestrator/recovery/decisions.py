@@ -122,7 +122,7 @@ class _Place:
     further_s: float
     """Seconds since then."""
     reached: float | None = None
-    """Time at which the step was trained again, and the members to go on with it were there."""
+    """Time at which the step was trained again, and all members were there again."""
 
 
 class EffectiveTime:
@@ -245,7 +245,7 @@ class End:
 Decision = Restart | Return | End
 SAMPLES = "rollout"
 STOPS_ALL = ("trainer", "store")
-"""Roles without which no step goes on."""
+"""Roles without which no step can be made."""
 HOLDS_STEP = "trainer"
 """The role with which a step is lost. If a member of another role dies twice during one step, that tells nothing: steps
 are long, and engines many."""

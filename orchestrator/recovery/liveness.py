@@ -71,7 +71,8 @@ ALIVE = Verdict(VerdictKind.ALIVE)
 
 
 def deadlines_of(role: str, config: RunConfig) -> dict[str, float]:
-    """Seconds that a member of this role may be in a phase, by phase. Phases that have none end when others do."""
+    """Seconds that a member of this role may be in a phase, by phase. Phases without a deadline end with those of other
+    members."""
     sync_s = SYNC_PHASES * config.weights.phase_timeout_s
     deadlines = {STARTING: config.rollout.start_timeout_s}
     if role == "rollout":
@@ -95,7 +96,7 @@ class Liveness:
     def __init__(self, role: str, config: RunConfig, now: float) -> None:
         self._faults, self._deadlines = config.faults, deadlines_of(role, config)
         self._is_engine = role == "rollout"
-        self._lived = _Lived(config.faults, now)
+        self._lived = _WatcherTime(config.faults, now)
         self._heard_s = 0.0
         self._moved_s = 0.0
         self._last: Progress | None = None
@@ -134,7 +135,7 @@ class Liveness:
         return progress.num_done != self._last.num_done or progress.phase in self._deadlines
 
 
-class _Lived:
+class _WatcherTime:
     """Counts the seconds in which the watcher itself ran."""
 
     def __init__(self, faults: FaultsConfig, now: float) -> None:
@@ -148,14 +149,14 @@ class _Lived:
 
 
 @dataclass
-class _Watched:
+class _WatchedMember:
     """An incarnation of a member."""
 
     handle: Any
     role: str
     liveness: Liveness
     process: ProcessId | None = None
-    """The process; None until the member has told it. A member that never does is ended by Ray."""
+    """The process; None until the member has named it. A member that never does is ended by Ray."""
     said: Progress | None = None
     """The progress at the last heartbeat that the member answered."""
 
@@ -165,7 +166,7 @@ class Watch:
 
     def __init__(self, fleet: Fleet, config: RunConfig, directory: RunDirectory) -> None:
         self._fleet, self._config, self._directory = fleet, config, directory
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _WatchedMember] = {}
 
     async def run(self) -> None:
         while True:
@@ -185,8 +186,8 @@ class Watch:
         return {name: one.said for name, one in self._watched.items() if one.said is not None}
 
     async def stacks(self, names: Sequence[str]) -> list[str]:
-        """Write the stacks of the given members into the run's directory. Returns the files' names. The members go on
-        meanwhile."""
+        """Write the stacks of the given members into the run's directory. Returns the files' names. The members
+        continue meanwhile."""
         known = [(name, one) for name in names if (one := self._watched.get(name)) is not None]
         written = []
         for name, watched in known:
@@ -203,9 +204,9 @@ class Watch:
                 del self._watched[name]
         for name, (handle, role) in there.items():
             if name not in self._watched:
-                self._watched[name] = _Watched(handle, role, Liveness(role, self._config, time.monotonic()))
+                self._watched[name] = _WatchedMember(handle, role, Liveness(role, self._config, time.monotonic()))
 
-    def _lost(self) -> list[tuple[str, _Watched, Verdict]]:
+    def _lost(self) -> list[tuple[str, _WatchedMember, Verdict]]:
         """Members that are silent or stuck, which are watched no longer, and why."""
         verdicts = [(name, one, one.liveness.judge(time.monotonic())) for name, one in self._watched.items()]
         lost = [(name, one, verdict) for name, one, verdict in verdicts if verdict.state is not VerdictKind.ALIVE]
@@ -235,7 +236,7 @@ class Watch:
                 watched.said = progress or SERVES
                 watched.liveness.heard(now, watched.said)
 
-    async def _end(self, name: str, watched: _Watched, verdict: Verdict) -> None:
+    async def _end(self, name: str, watched: _WatchedMember, verdict: Verdict) -> None:
         process, stacks = watched.process, "it has not said which process it is"
         if process is not None:
             stacks = await self._do(name, watched, "dump_stacks", process, name)
@@ -246,7 +247,7 @@ class Watch:
             await self._do(name, watched, "kill", process)
         self._fleet.owner.end(watched.handle)
 
-    async def _do(self, name: str, watched: _Watched, method: str, *arguments: Any) -> str:
+    async def _do(self, name: str, watched: _WatchedMember, method: str, *arguments: Any) -> str:
         """The answer of the agent of the member's node; or why there is none. An agent has no agent: Ray ends it."""
         found = None if watched.role == AGENT else self._fleet.agent_of(name)
         if found is None or found[0] not in self._watched:

@@ -1,7 +1,7 @@
 """Copies of the trainer's state in the memory of a second node, so that the loss of a node costs one step at most.
 
     each step     ranks keep copies ─▶ partners' agents fetch them ─▶ the step counts as trained
-    a node lost   are_there ─▶ ranks start elsewhere ─▶ bring ─▶ they restore
+    a node lost   are_available ─▶ ranks start elsewhere ─▶ bring ─▶ they restore
 
 `workers/node/node_transfers.py` chooses the partner of each node, and fetches copies.
 """
@@ -51,7 +51,7 @@ class Cost:
 
 
 class MemoryCheckpoints:
-    """Lifecycle: `copy` after each step that all ranks have made; `are_there` and `bring` when ranks are lost."""
+    """Lifecycle: `copy` after each step that all ranks have made; `are_available` and `bring` when ranks are lost."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class MemoryCheckpoints:
         """Make no more copies: ranks keep none any more."""
         self._is_off = True
 
-    async def are_there(self, step: int) -> bool:
+    async def are_available(self, step: int) -> bool:
         """Return whether present nodes have a copy of each rank's state after a step."""
         nodes = self._look()
         holders = await self._holders(nodes, step)

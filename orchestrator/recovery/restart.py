@@ -209,7 +209,7 @@ def title_of(team: Sequence[str]) -> str:
 
 ROLE, STAGE = "store", "train"
 AGAIN_S = 5.0
-"""Seconds until a first snapshot is tried again, where no others are taken."""
+"""Seconds until a first snapshot is tried again, where no further ones are taken."""
 MOST_DOUBLINGS = 5
 """Most doublings of the pause after snapshots that failed: a slow disk is not kept busy by them."""
 T = TypeVar("T")
@@ -229,7 +229,7 @@ class StepJournal:
         self._unwritten: dict[int, Sequence[StepReport]] = dict(unwritten or {})
 
     async def note(self, step: int, reports: Sequence[StepReport]) -> None:
-        """Note a step that all ranks have made, before the store is told of it. Raises `TakenOver`, and what a lost
+        """Note a step that all ranks have made, before the store knows of it. Raises `TakenOver`, and what a lost
         owner fails with."""
         self._rows[step] = np.concatenate([report.row_ids for report in reports])
         self._unwritten[step] = list(reports)
@@ -264,7 +264,7 @@ class StoreRestart:
         self._timeout_s = context.config.rollout.start_timeout_s
         """Deadline for a snapshot to be written, and to be read."""
         self._told = self._version = journal.last
-        """The last step and the newest version that the store was told of."""
+        """The last step and the newest version that the store knows of."""
         resumed, begun = self._fleet.resumed, 0 if self._fleet.resumed is None else self._fleet.resumed.step
         self._is_known = journal.last == begun
         """True if the snapshot and the journal together are the store: not yet where another process has trained."""
@@ -330,7 +330,7 @@ class StoreRestart:
     async def take_snapshots(self) -> None:
         """Take snapshots. One that fails is left out: the one before stays, the next pause is longer, and the first
         failure in a row is an event, unless the store is gone, which its callers hear. The first is taken at once where
-        the run goes on from a checkpoint, which may be gone after the next, or with a store that was there before this
+        the run resumed from a checkpoint, which may be gone after the next, or with a store that was there before this
         process."""
         number, num_failed = 1, 0
         pause_s = 0.0 if self._snapshot is not None or not self._is_known else self._every_s
@@ -347,7 +347,7 @@ class StoreRestart:
             pause_s = (self._every_s or AGAIN_S) * 2 ** min(num_failed, MOST_DOUBLINGS)
 
     async def _is_there(self, failure: Exception) -> bool:
-        """Return whether the store answers, and will go on to. Raises the failure if a node is gone."""
+        """Return whether the store answers, and is to stay. Raises the failure if a node is gone."""
         agents = self._fleet.role("agent")
         asked = outcomes([(STORE, self._store.stats())], phase="look who is there", timeout_s=PRESENT_S)
         errors, (store,) = await asyncio.gather(look(agents), asked)
@@ -415,7 +415,7 @@ class Supervisor:
         self._leaving: set[str] = set()
 
     async def keep(self, role: str, team: Sequence[str], catch_up: CatchUp | None = None) -> None:
-        """Serve with an actor, or with all ranks of a gang, and with others in their place when they fail.
+        """Serve with an actor, or with all ranks of a gang, and replace them when they fail.
 
         `catch_up`: what new members do before they serve. None: no other can take their place, and a failure is raised.
         Raises what ends the run, or takes it back to its checkpoint.

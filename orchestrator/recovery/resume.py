@@ -53,7 +53,7 @@ def open_run(
         directory = RunDirectory.open(place.path, place.url)
         directory.lock(directory.path, f"name={config.name}")
         with _locked(directory, config):
-            return directory, _begin(directory, config, find_orphan(directory) or _rewound(directory, config))
+            return directory, _begin(directory, config, find_orphan(directory) or _rewind_to_newest(directory, config))
     if config.resume not in ("auto", "never"):
         resumed = open_checkpoint(absolute(config.resume))
         check_fits(resumed, config)
@@ -234,13 +234,13 @@ def _checkpoints_of(directory: RunDirectory, config: RunConfig) -> Checkpoints:
 def rewind(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     """The newest whole checkpoint of a run that this process drives, which is set back to it, with local files; None:
     the run is set back to its beginning. No process writes there any more. Raises `CheckpointError`, `ConfigError`."""
-    resumed = _rewound(directory, config)
+    resumed = _rewind_to_newest(directory, config)
     return _with_local_files(resumed, directory) if resumed is not None else None
 
 
-def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
+def _rewind_to_newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     """The newest whole checkpoint of the run in its own directory, which is set back to it."""
-    with contextlib.suppress(OSError):  # a place that does not answer is told by what follows
+    with contextlib.suppress(OSError):  # a place that does not answer is reported by what follows
         directory.check_held()
     checkpoints = _checkpoints_of(directory, config)
     checkpoints.sweep()
@@ -294,11 +294,11 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class DataChange:
-    """The change of the data since a checkpoint, and where a run goes on because of it."""
+    """The change of the data since a checkpoint, and where a run continues because of it."""
 
     checkpoint: Checkpoint
     told: str = ""
-    """What people are told; empty if nothing has changed."""
+    """The change in words; empty if nothing has changed."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: RunConfig) -> "DataChange":
@@ -327,7 +327,7 @@ class DataChange:
         return cls(replace(checkpoint, prompts=start), f"{found} {ends} (data.on_change={way}).")
 
     def applied(self, directory: RunDirectory) -> Checkpoint:
-        """Tell what has changed. Returns the checkpoint, with the place where the run goes on."""
+        """Report what has changed. Returns the checkpoint, with the place where the run continues."""
         if self.told:
             directory.event("data_changed", step=self.checkpoint.step, message=self.told)
             directory.failed_writes.tell(self.told)

@@ -1,7 +1,7 @@
-"""`penstock run --retries N`: the run in a process of its own, and another that goes on with it when that one dies, or
-ends by a failure that a new process may help with. What it goes on from is decided by `resume=auto`.
+"""`penstock run --retries N`: the run in a process of its own, and another that continues it when that one dies, or
+ends by a failure that a new process may help with. `resume=auto` decides what it continues from.
 
-What is wrong with the configuration, the data or the user's code is told once: it would come again.
+An error of the configuration, the data or the user's code is not retried: it would come again.
 """
 
 import signal

@@ -67,8 +67,8 @@ ANSWER_S = 60.0
 
 
 class Handover:
-    """Lifecycle: `run` once the fleet serves, until it is cancelled; `leave` when there is nothing more to go on
-    with. Where the actors end with this process, none of it does anything."""
+    """Lifecycle: `run` once the fleet serves, until it is cancelled; `leave` when there is nothing more to take
+    over. Where the actors end with this process, none of it does anything."""
 
     def __init__(self, owner: Owner, describe: Callable[[RunOwner], bytes]) -> None:
         """`describe`: returns the present state of the run."""
@@ -79,8 +79,8 @@ class Handover:
         """CPU seconds of this thread to describe the run the last time."""
 
     async def keep(self) -> None:
-        """Keep the present state, if it has changed. Raises `TakenOver`, `WorkerDied`, `DeadlineExceeded`, as the
-        others do."""
+        """Keep the present state, if it has changed. Raises `TakenOver`, `WorkerDied`, `DeadlineExceeded`, as `run`
+        and `leave` do."""
         if self._owner is None:
             return
         began = time.thread_time()
@@ -104,7 +104,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class RunState:
-    """The facts that another process needs to go on with a run."""
+    """The facts that another process needs to take a run over."""
 
     namespace: str
     model_path: str
@@ -118,7 +118,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Identity:
-    """The facts that must be equal for one command to go on with another's actors."""
+    """The facts that must be equal for one command to take over another's actors."""
 
     node: str
     """Ray's id of the node that the command is on."""
@@ -250,16 +250,16 @@ async def settle_ranks(fleet: Fleet, made: Mapping[int, Sequence[StepReport]]) -
     client = StoreClient(fleet.store)
     try:
         await fleet.attach_trainers()
-        is_idle = await _idle(fleet)
+        is_idle = await _wait_until_idle(fleet)
         shares = [report.share for _, reports in sorted(made.items()) for report in reports]
         for share in filter(None, shares):
-            with suppress(LeaseExpired):  # the command before has told the store of it, or the step was lost
+            with suppress(LeaseExpired):  # the command before has completed it, or the step was lost
                 await answer(client.complete_shared(share), name=STORE, phase="settle", timeout_s=ANSWER_S)
         settling = client.settle(STAGE, fleet.owner.epoch)
         trained = int(await answer(settling, name=STORE, phase="settle", timeout_s=ANSWER_S))
     finally:
         await client.leave()
-    if not (is_idle and await _restored(fleet, trained)):
+    if not (is_idle and await _restore_ranks(fleet, trained)):
         fleet.kill([name for name, _ in fleet.role("trainer")])
     return trained
 
@@ -286,7 +286,7 @@ class TakeoverPoint:
         return cls(step, unwritten, written.get(step, {}))
 
 
-async def _idle(fleet: Fleet) -> bool:
+async def _wait_until_idle(fleet: Fleet) -> bool:
     """Wait until all ranks are idle. False: that cannot be waited for."""
     began, apart_since = time.monotonic(), None
     while time.monotonic() < began + fleet.config.trainer.step_timeout_s:
@@ -303,7 +303,7 @@ async def _idle(fleet: Fleet) -> bool:
     return False
 
 
-async def _restored(fleet: Fleet, trained: int) -> bool:
+async def _restore_ranks(fleet: Fleet, trained: int) -> bool:
     """Give every rank the state after a step. Returns whether that worked."""
     ranks, timeout_s = fleet.role("trainer"), fleet.config.trainer.collective_timeout_s
     try:

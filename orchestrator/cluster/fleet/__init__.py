@@ -1,1 +1,1 @@
-"""The actors of a run: what makes them, where they go, and how others take their place."""
+"""The actors of a run: what makes them, where they run, and how they are replaced."""

@@ -1,4 +1,5 @@
-"""Makes the actors of a run, one at a time, also in place of those that died: what each is told, and where it goes."""
+"""Makes the actors of a run, one at a time, also in place of those that died: the arguments of each, and where it
+runs."""
 
 import os
 from collections import defaultdict
@@ -51,7 +52,7 @@ class Sources:
     model_path: str
     namespace: str
     resumed: Checkpoint | None = None
-    """The checkpoint that they go on from."""
+    """The checkpoint that they start from."""
 
     @cached_property
     def published_bytes(self) -> int:
@@ -145,8 +146,8 @@ class ActorMaker:
         if actor.role == "compute":
             stage = self._flow.stage(str(actor.stage))
             return self._owner.make(Compute, options, actor.name, stage, self._flow.columns)
-        # A rank computes in one thread; others wait for a checkpoint, a publication and a copy of the state, and answer
-        # heartbeats.
+        # A rank computes in one thread; the rest wait for a checkpoint, a publication and a copy of the state, and
+        # answer heartbeats.
         options["max_concurrency"] = 5
         if actor.role == "scorer":
             return self._owner.make(Scorer, options, self._scorer_spec(actor))

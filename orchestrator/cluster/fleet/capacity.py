@@ -1,4 +1,4 @@
-"""Room for members that join a fleet while its run goes on: a reservation, a node with an agent, and their files there.
+"""Room for members that join a fleet during its run: a reservation, a node with an agent, and their files there.
 
     enlarge ─▶ a reservation of its own ─▶ the node's agent, where it has none ─▶ model or code ─▶ the plan has one more
 
@@ -21,7 +21,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
-from penstock.orchestrator.cluster.node_agents import NodeAgents, StartedAgent
+from penstock.orchestrator.cluster.node_agents import NewAgent, NodeAgents
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.assignment import check_room, engines_to_add, next_of
 from penstock.orchestrator.cluster.placement.nodes import free_nodes
@@ -69,11 +69,12 @@ class Capacity:
         """Callback for when a node may be new, or have a new agent."""
 
     def fill(self) -> None:
-        """Plan as many engines as there is room for (`rollout.num_workers=auto`), to start with the others."""
+        """Plan as many engines as there is room for (`rollout.num_workers=auto`), to start with the rest of the
+        fleet."""
         for _ in range(self.num_engines_more()):
             actor = replace(next_of(self._table.plan, "rollout", "rollout", []), joins=False)
             try:
-                claim, agent = self._claimed(actor, self._reservation.claim)
+                claim, agent = self._claim_room(actor, self._reservation.claim)
             except ResourceError:  # somebody else was faster
                 return
             with self._on_node_of(claim, agent):
@@ -114,7 +115,7 @@ class Capacity:
         """Plan one more member like those of a role and stage, on a node that has room now and is made ready for it.
         Returns its name, for `Fleet.replace`. Raises `ResourceError`, `DeadlineExceeded`."""
         actor = next_of(self._table.plan, role, stage, self._table.names_made)
-        self._accept(actor, await self._found(actor, self._reservation.claim))
+        self._accept(actor, await self._find_room(actor, self._reservation.claim))
         return actor.name
 
     def vacate(self, actor: ActorPlan) -> None:
@@ -126,7 +127,7 @@ class Capacity:
         return self._reservation.assignment.titles[name]
 
     def can_lose(self, node: str) -> bool:
-        """Return whether the run can go on without a node: its members leave, or start again elsewhere. It cannot
+        """Return whether the run can continue without a node: its members leave, or start again elsewhere. It cannot
         without the driver's, nor without one with ranks whose state no other node has a copy of."""
         is_first = node == next(iter(self._agents.members), node)
         has_ranks = any(actor.role == "trainer" for actor in self._on(node))
@@ -146,7 +147,7 @@ class Capacity:
         """Make certain, before members start again, that the node of each is there, or give it another. Raises
         `WorkerDied` where no other has room, `DeadlineExceeded`."""
         deadline = time.monotonic() + self._config.rollout.start_timeout_s
-        while late := await self._unknown(names):
+        while late := await self._silent_agents(names):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{', '.join(late)} did not answer within {self._config.rollout.start_timeout_s:g} s "
@@ -157,7 +158,7 @@ class Capacity:
             if self._reservation.assignment.node_of[actor.name].id not in self._agents.members:
                 await self._move(actor)
 
-    async def _unknown(self, names: Sequence[str]) -> list[str]:
+    async def _silent_agents(self, names: Sequence[str]) -> list[str]:
         """Names of agents that do not answer, and are not given up yet."""
         nodes = {self._reservation.assignment.node_of[name].id for name in names}
         agents = [member for node, member in self._agents.members.items() if node in nodes]
@@ -167,13 +168,13 @@ class Capacity:
     async def _move(self, actor: ActorPlan) -> None:
         """Find another node for a member whose node has left."""
         try:
-            claim = await self._found(actor, self._reservation.claim_again)
+            claim = await self._find_room(actor, self._reservation.claim_again)
         except ResourceError as error:
-            claim = await self._awaited(actor, error)
+            claim = await self._wait_for_room(actor, error)
         self._deadlines.pop(actor.name, None)
         self._reservation.accept(actor, claim)
 
-    async def _awaited(self, actor: ActorPlan, refusal: ResourceError) -> Claim:
+    async def _wait_for_room(self, actor: ActorPlan, refusal: ResourceError) -> Claim:
         """Room for a member that no node has now, on one that comes within `cluster.wait_s` of its first `refusal`.
         Raises `WorkerDied`."""
         wait_s, lost = self._config.cluster.wait_s, f"{actor.name} is lost with its node"
@@ -188,7 +189,7 @@ class Capacity:
                 )
             while request is not None and time.monotonic() < deadline:
                 if (room := await asyncio.to_thread(received, request)) is not None:
-                    claim = await self._found(actor, lambda *_: room)
+                    claim = await self._find_room(actor, lambda *_: room)
                     return claim
                 await asyncio.sleep(WAIT_S)
         except (ResourceError, RayError) as error:
@@ -199,11 +200,11 @@ class Capacity:
         within = f", and no other came within {wait_s:g} s (cluster.wait_s)" if wait_s else ""
         raise WorkerDied(f"{lost}{within}. {refusal}")
 
-    async def _found(self, actor: ActorPlan, claims: Claims) -> Claim:
+    async def _find_room(self, actor: ActorPlan, claims: Claims) -> Claim:
         """Room for a member, by one of the ways to claim it, on a node that has its files. It is given back if the
         caller is cancelled."""
         async with self._making_room:
-            claim, agent = await in_thread(lambda: self._claimed(actor, claims), self._give_back)
+            claim, agent = await in_thread(lambda: self._claim_room(actor, claims), self._give_back)
             with self._on_node_of(claim, agent):
                 await asyncio.to_thread(self._maker.bring_files_of, actor, claim.node.id)
         self.on_node()
@@ -227,7 +228,7 @@ class Capacity:
         self._agents.forget(node)
         self._cores.pop(node, None)
 
-    def _claimed(self, actor: ActorPlan, claims: Claims) -> tuple[Claim, StartedAgent | None]:
+    def _claim_room(self, actor: ActorPlan, claims: Claims) -> tuple[Claim, NewAgent | None]:
         """Claim room, and start an agent on its node where it has none. Blocks, in any thread. Raises `ResourceError`,
         also where the node cannot hold the weights."""
         try:
@@ -252,7 +253,7 @@ class Capacity:
         return claim, agent
 
     @contextlib.contextmanager
-    def _on_node_of(self, claim: Claim, agent: StartedAgent | None) -> Iterator[None]:
+    def _on_node_of(self, claim: Claim, agent: NewAgent | None) -> Iterator[None]:
         """Take a node with its agent, where that is new, into the run. If the block fails, room and node are given
         back."""
         node = claim.node.id
@@ -267,7 +268,7 @@ class Capacity:
                 self.forget_node(node)
             raise
 
-    def _give_back(self, found: tuple[Claim, StartedAgent | None]) -> None:
+    def _give_back(self, found: tuple[Claim, NewAgent | None]) -> None:
         """Give back room that no caller waits for any more."""
         claim, agent = found
         claim.release()

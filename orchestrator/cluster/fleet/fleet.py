@@ -224,7 +224,7 @@ class RollCall:
 
     async def _by_agents(self, members: Handles, method: str, phase: str, timeout_s: float) -> dict[str, Any]:
         """Answers that agents have brought, by the member's name."""
-        self._look_around()
+        self._update_neighbours()
         wanted = dict(members)
         asked: dict[str, tuple[Any, dict[str, Any]]] = {}
         calls = []
@@ -243,7 +243,7 @@ class RollCall:
                 found |= said
         return found
 
-    def _look_around(self) -> None:
+    def _update_neighbours(self) -> None:
         seen = dict(self._actors()), dict(self._agents.members)
         if seen == self._seen:
             return
@@ -325,7 +325,7 @@ class Fleet(MemberTable):
         nodes = self._reservation.assignment.nodes
         self.agents.create([(node.id, node.address) for node in nodes])
         self.cores = dict(self._cores_of(nodes))
-        maker = self._put_together()
+        maker = self._make_parts()
         if len(nodes) > 1:
             maker.bring_files()
         if self.store_process is not None:
@@ -337,7 +337,7 @@ class Fleet(MemberTable):
                 continue
             self.add([(actor.name, self._make(actor.name))])
 
-    def _put_together(self) -> ActorMaker:
+    def _make_parts(self) -> ActorMaker:
         """Make what makes actors, once it is known where they go."""
         self._maker = ActorMaker(
             Sources(self.config, self.flow, self.model_path, self.namespace, self.resumed),
@@ -371,7 +371,7 @@ class Fleet(MemberTable):
         self._reservation = state.reservation.belong_to(self.owner)
         self.agents.adopt(state.agents, handles)
         self._files.adopt(state.places)
-        self._put_together()
+        self._make_parts()
         if self.store_process is not None and state.store is not None:
             self.store_process.adopt(state.store, handles)
 
@@ -382,7 +382,7 @@ class Fleet(MemberTable):
         node_of = {name: node.id for name, node in self.reservation.assignment.node_of.items()}
         facts, size = self.agents.facts(timeout_s), bytes_published(self.config, self.model_path)
         check_room(facts, node_of, self.plan, size)
-        self._look_for_gpus()
+        self._find_gpus()
         for number, teams in enumerate(start_rounds(self.teams(), self.plan, self.config)):
             if number and self.with_store and self.config.placement == "colocated":
                 phase_timeout_s = self.config.weights.phase_timeout_s
@@ -555,16 +555,16 @@ class Fleet(MemberTable):
 
     def _starts(self, members: Handles, address: str | None) -> Handles:
         """The members' calls of `start`. `address`: where several meet."""
-        return [(name, handle.start.remote(*self._told(name, address))) for name, handle in members]
+        return [(name, handle.start.remote(*self._start_arguments(name, address))) for name, handle in members]
 
-    def _told(self, name: str, address: str | None) -> tuple[Any, ...]:
+    def _start_arguments(self, name: str, address: str | None) -> tuple[Any, ...]:
         """Arguments of a member's `start`: where its gang meets, or the GPUs of ranks that an engine has."""
         role = self.plan_of(name).role
         if role in GANGS:
             return (address,)
         return (self._gpus_of[name],) if name in self._gpus_of else ()
 
-    def _look_for_gpus(self) -> None:
+    def _find_gpus(self) -> None:
         """Ask the ranks for the GPUs that engines have with them: members that come later get the same."""
         if not has_gpus_of_ranks(self.config):
             return

@@ -21,7 +21,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.ray_calls import Handles
 
 GANGS = ("trainer", "scorer")
-"""Roles whose ranks meet: they start together, and one of them is worth nothing without the others."""
+"""Roles whose ranks meet: they start together, and none is of use alone."""
 LOOK_S = 0.1
 """Seconds between two looks for a role that is empty."""
 

@@ -16,7 +16,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, shares_gpus
 from penstock.metering.ray_export import Origin
 from penstock.store.service.store_actor import STORE
-from penstock.workers.reward.registry import needs_answer
+from penstock.workers.reward.reward_registry import needs_answer
 
 RUN_PREFIX = "penstock-"
 """Beginning of a run's namespace in Ray: `penstock-NAME-ID-START`."""
@@ -40,7 +40,7 @@ class ActorPlan:
     stage: str | None = None
     rank: int = 0
     joins: bool = False
-    """True if the actor joins while the run goes on."""
+    """True if the actor joins after the start."""
     memory: int = 0
     """Bytes that the actor reserves of its node's memory."""
 
@@ -81,7 +81,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
 
 def has_gpus_of_ranks(config: RunConfig) -> bool:
     """Return whether each engine has the GPUs of several ranks, as many as it has parallel parts: the ranks reserve
-    them whole, and the engine is told which they are."""
+    them whole, and the engine gets their numbers."""
     return config.placement == "colocated" and shares_gpus(config) and config.rollout.tensor_parallel_size > 1
 
 

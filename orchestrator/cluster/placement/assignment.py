@@ -16,7 +16,7 @@ An actor that joins, or has lost its node, gets one by what is free then:
 
     engines            a node without ranks, if one has room; of these one with the fewest engines, then with most room
     ranks              a node with ranks: those of a lost node stay together
-    others             a node with engines, whose rows they read; of these one with the fewest of them
+    all other roles    a node with engines, whose rows they read; of these one with the fewest of the role
 
 A node whose shared memory cannot hold the publications of the weights is refused before any model is loaded, or before
 it joins (`check_room`). Room on a node is counted in Ray's own units, so that sums of parts come out even.
@@ -129,7 +129,7 @@ class Filling:
 
     def __init__(self, nodes: Sequence[Node], labels: Mapping[str, Mapping[str, str]], *, apart: bool, tight: bool):
         """`labels`: what the nodes of a role must have. `apart`: no engine beside a rank, unless they share a device.
-        `tight`: the smallest nodes that suffice are taken, so that larger ones stay whole for others."""
+        `tight`: the smallest nodes that suffice are taken, so that larger ones stay whole for later actors."""
         self.room_of: dict[str, Room] = {}
         """Room of each placed actor, by the actor's name."""
         self._rooms = [Room.of(node) for node in nodes]
@@ -267,7 +267,7 @@ class Assignment:
     """An assignment: every actor of a plan on its node."""
 
     nodes: tuple[Node, ...]
-    """Nodes that take part: the driver's first, then the others that have an actor, by address."""
+    """Nodes that take part: the driver's first, then those that have an actor, by address."""
     node_of: Mapping[str, Node]
     """Node of each actor, by the actor's name, in the plan's order."""
 
@@ -292,7 +292,7 @@ class Assignment:
 
 
 def assign(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: RunConfig) -> Assignment:
-    """Assign actors to nodes. `nodes`: the driver's first; the order of the others changes nothing.
+    """Assign actors to nodes. `nodes`: the driver's first; the order of the rest changes nothing.
 
     Raises `ResourceError` naming what does not fit, and the key to change.
     """

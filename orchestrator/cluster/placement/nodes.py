@@ -66,7 +66,7 @@ def cluster_nodes() -> list[Node]:
 
 
 def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
-    """Sort nodes: the driver's first, the others by address."""
+    """Sort nodes: the driver's first, then by address."""
     return sorted(nodes, key=lambda node: (node.id != driver, _sortable(node.address), node.id))
 
 

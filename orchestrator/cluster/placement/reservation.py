@@ -45,7 +45,7 @@ ONE_BYTE = {"memory": 1.0}
 
 
 class Queue:
-    """The place of a run in the queue, with its request. Lifecycle: `wait` while others are `ahead` or there is no
+    """The place of a run in the queue, with its request. Lifecycle: `wait` while other runs are `ahead` or there is no
     room, `close`."""
 
     def __init__(self, namespace: str, bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> None:
@@ -153,7 +153,7 @@ class Claim:
 
 class Reservation:
     """Lifecycle: `make` before the actors are created, `options` for each of them, `release` at the end. Meanwhile
-    others may join: `claim`, then `accept`; and members that leave are `vacate`d.
+    members may join: `claim`, then `accept`; those that leave are `vacate`d.
 
     The room of a member of the start stays the run's, for the next that joins in its role. The room of a member that
     joined is its own, and goes back to the cluster with it.
@@ -198,7 +198,7 @@ class Reservation:
                     if group := _reserved(bundles, room, name, min(PATIENCE_S, left_s), owner):
                         return cls(room, index, group, owner)
                 queue.wait(is_first=not before)
-                told = _tell(f"waiting up to {limit} for {wanted(bundles)}{_behind(before)}.", told, name)
+                told = _report_waiting(f"waiting up to {limit} for {wanted(bundles)}{_behind(before)}.", told, name)
                 time.sleep(min(LOOK_S, left_s))
         raise ResourceError(
             f"What the run reserves was not free within {limit}: {wanted(bundles)}{_behind(before)}. "
@@ -337,7 +337,7 @@ def withdraw(request: PlacementGroup) -> None:
 
 
 def bundles_of(actors: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Actors that reserve something, one list a bundle: those that share a GPU together, others alone."""
+    """Actors that reserve something, one list a bundle: those that share a GPU together, all others alone."""
     shared = plan_sharing(actors, config)
     sharing = {actor.name for unit in shared for actor in unit}
     return shared + [[actor] for actor in actors if actor.name not in sharing and (actor.num_cpus or actor.num_gpus)]
@@ -400,7 +400,7 @@ def _behind(runs: Sequence[str]) -> str:
     return f", behind {', '.join(map(_owner, runs))}" if runs else ""
 
 
-def _tell(text: str, told: str, name: str) -> str:
+def _report_waiting(text: str, told: str, name: str) -> str:
     """Tell people what the run waits for, if that is new to them. Returns what they know now. `name`: the run's
     namespace."""
     if text != told:

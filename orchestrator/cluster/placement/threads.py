@@ -5,7 +5,7 @@ otherwise           they run at the same time: as `best` finds by what `try_thre
                     before that, and where nothing is measured, an even share each
 turns chosen        (`control/turns.py`) the numbers with which each side was fastest alone
 
-What was found and measured is kept in `threads.json` in the run's directory, for a process that goes on with the run:
+What was found and measured is kept in `threads.json` in the run's directory, for a command that resumes the run:
 
     [{"cpu": "AMD EPYC", "cores": 2, "engines": 1, "ranks": 1, "threads": {"rollout": 1, "trainer": 2},
       "s_per_token": {"rollout": {"1": 1.4e-4, "2": 1.6e-4}, "trainer": {"1": 2.9e-4, "2": 1.7e-4}}}]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import CheckpointError
-from penstock.orchestrator.checkpointing.checkpoints import as_here, as_told, with_local_models
+from penstock.orchestrator.checkpointing.checkpoints import local_path, portable_path, with_local_models
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recovery.resume import check_fits
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
@@ -28,19 +28,19 @@ def working_copy(path: Path, url: str) -> RunDirectory:
 
 def test_a_model_in_a_working_copy_is_named_by_its_url_and_found_in_another(tmp_path: Path, url: str) -> None:
     one, other = working_copy(tmp_path / "one" / "run", url), working_copy(tmp_path / "other" / "run", url)
-    told = as_told(str(one.path / "sft" / "model"), one)
+    told = portable_path(str(one.path / "sft" / "model"), one)
     assert told == f"{url}/sft/model"
-    assert as_here(told, other) == str(other.path / "sft" / "model")
+    assert local_path(told, other) == str(other.path / "sft" / "model")
     before = RunDirectory(other.path / "dpo", f"{url}/dpo")
-    assert as_here(told, before) == as_here(told, other)
+    assert local_path(told, before) == local_path(told, other)
 
 
 def test_other_models_are_what_they_are(tmp_path: Path, url: str) -> None:
     one = working_copy(tmp_path / "one" / "run", url)
     local = RunDirectory(tmp_path / "local")
     for model in ("org/name", "/data/model"):
-        assert as_told(model, one) == as_here(model, one) == model
-    assert as_told(str(local.initial_model), local) == str(local.initial_model)
+        assert portable_path(model, one) == local_path(model, one) == model
+    assert portable_path(str(local.initial_model), local) == str(local.initial_model)
 
 
 def test_a_model_of_another_run_is_brought_once(tmp_path: Path, url: str) -> None:

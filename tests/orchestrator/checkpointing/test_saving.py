@@ -207,10 +207,7 @@ from penstock.conf.faults import CheckpointConfig
 from penstock.conf.errors import CheckpointError
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
-from penstock.orchestrator.checkpointing import checkpoints
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
-from penstock.orchestrator.checkpointing.checkpoints import CheckpointWriter
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, CheckpointWriter
 from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.control import process
 from penstock.workers.prompts.source import PromptStart

@@ -72,12 +72,12 @@ def test_an_owner_that_does_not_start_in_time_is_told_and_ends(namespace: str) -
 
 def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: str) -> None:
     first = RunOwner.start(namespace, 60.0, START_S)
-    kept = first.make(Actor, options(namespace, "Kept"), "by", "value")
+    kept = first.make(Actor, options(namespace, "HandoverState"), "by", "value")
     late = first.make(Actor, options(namespace, "Late"))
     groups = [first.reserve([{"CPU": 0.01}], [{}], f"{namespace}/{number}") for number in range(2)]
     assert all(group.wait(20) for group in groups)
     assert ray.get(kept.words.remote()) == ("by", "value")
-    assert [first.name_of(kept), first.name_of(late)] == ["Kept", "Late"]
+    assert [first.name_of(kept), first.name_of(late)] == ["HandoverState", "Late"]
     asyncio.run(first.keep(b"the run"))
     asyncio.run(first.note({3: ["reports"]}))
 
@@ -86,10 +86,10 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     second, left = found
     assert (second.epoch, left.state) == (2, b"the run")
     assert left.steps is not None
-    handles = second.keep_only(["Kept", "Never"], groups[:1])
-    assert handles == {"Kept": kept}
-    assert ray.get(handles["Kept"].words.remote()) == ("by", "value")
-    assert second.name_of(kept) == "Kept"
+    handles = second.keep_only(["HandoverState", "Never"], groups[:1])
+    assert handles == {"HandoverState": kept}
+    assert ray.get(handles["HandoverState"].words.remote()) == ("by", "value")
+    assert second.name_of(kept) == "HandoverState"
     wait_until_gone(namespace, "Late")
     assert [state_of(group) for group in groups] == ["CREATED", "REMOVED"]
     first.end(kept)  # the command before has not yet heard that it is another's
@@ -108,9 +108,9 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     more = second.make(Actor, options(namespace, "More"))
     second.end(more)
     wait_until_gone(namespace, "More")
-    assert second.keep_only(["Kept", "More"], groups[:1]) == {"Kept": kept, "More": more}
+    assert second.keep_only(["HandoverState", "More"], groups[:1]) == {"HandoverState": kept, "More": more}
     second.close()
-    wait_until_gone(namespace, "Kept", "Owner")
+    wait_until_gone(namespace, "HandoverState", "Owner")
     assert state_of(groups[0]) == "REMOVED"
     second.confirm()  # a dead one is nobody's
 

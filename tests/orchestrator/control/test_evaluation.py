@@ -16,7 +16,7 @@ from penstock.workers.agents.environment import Context, Task
 from penstock.workers.agents.trajectory import Trajectory
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
-from penstock.workers.reward.reward_result import Reward, RewardResult
+from penstock.workers.reward.reward_result import RewardResult, RewardValue
 from penstock.workers.reward.signatures import Response
 from penstock.workers.rollout.rollout_worker import sample_seed
 from tests.fakes.actors import FakeHandle
@@ -102,9 +102,9 @@ def test_samples_give_their_mean_and_the_problems_with_one_that_is_right(num_eng
         (0.9, 1.0, 0.0),
         (0.9, 0.9, 0.4),
         (-1.0, -1.0, 0.4),
-        (Reward.of(-3.0, 1.0), 1.0, 0.4),
-        (Reward.of(5.0, 0.0), 1.0, 0.0),
-        (Reward.of(5.0, 0.5), 1.0, 0.2),
+        (RewardValue.of(-3.0, 1.0), 1.0, 0.4),
+        (RewardValue.of(5.0, 0.0), 1.0, 0.0),
+        (RewardValue.of(5.0, 0.5), 1.0, 0.2),
         (None, 1.0, 0.0),
     ],
     ids=str,

@@ -81,7 +81,7 @@ class Bed:
     async def settle(self) -> int:
         return self._trained
 
-    async def are_there(self, step: int) -> bool:
+    async def are_available(self, step: int) -> bool:
         return True
 
     generation = copy = served = connect = nothing

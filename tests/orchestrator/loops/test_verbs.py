@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError, NotStarted
-from penstock.orchestrator.loops.verbs import LoopThread, check_name, put_together, shares_of
+from penstock.orchestrator.loops.verbs import LoopThread, check_name, merge_outputs, shares_of
 from penstock.workers.protocols import ForwardOutput
 
 WAIT_S = 60.0
@@ -21,7 +21,7 @@ def test_what_ranks_answer_for_their_shares_is_put_in_order(lengths: list[int], 
     assert len(shares) == ranks[0]
     assert all(shares[first] == shares[first + ranks[1] - 1] for first in range(0, ranks[0], ranks[1]))
     outputs = [ForwardOutput([np.full(lengths[i], i, np.float32) for i in share], {"loss": 2.0}) for share in shares]
-    whole = put_together(shares, outputs)
+    whole = merge_outputs(shares, outputs)
     assert whole.metrics == {"loss": 2.0}
     assert [(len(values), values[0]) for values in whole.logprobs] == [(n, i) for i, n in enumerate(lengths)]
 

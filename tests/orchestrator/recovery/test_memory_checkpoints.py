@@ -86,13 +86,13 @@ def test_whichever_node_is_lost_its_ranks_go_on_elsewhere(num_nodes: int, data: 
     bed.node_of_rank = {
         rank: node if node != lost else data.draw(st.sampled_from(living)) for rank, node in bed.node_of_rank.items()
     }
-    assert asyncio.run(bed.states.are_there(3))
+    assert asyncio.run(bed.states.are_available(3))
     asyncio.run(bed.states.bring(3))
     assert all((rank, 3) in bed.agents[node].copies for rank, node in bed.node_of_rank.items())
     bed.step(4)  # and the next one can be lost
     if len(living) > 1:
         bed.lose(living[0])
-        assert asyncio.run(bed.states.are_there(4))
+        assert asyncio.run(bed.states.are_available(4))
 
 
 def test_copies_of_later_steps_go_with_those_that_nobody_needs() -> None:
@@ -116,8 +116,8 @@ def test_a_step_whose_ranks_node_is_gone_before_it_was_copied_is_lost() -> None:
     bed.gone.add("b")
     with pytest.raises(WorkerDied, match="rank 0 has left after step 2"):
         bed.step(2)
-    assert asyncio.run(bed.states.are_there(1))
-    assert not asyncio.run(bed.states.are_there(2))
+    assert asyncio.run(bed.states.are_available(1))
+    assert not asyncio.run(bed.states.are_available(2))
     bed.node_of_rank[0] = "a"
     with pytest.raises(MemoryCheckpointError, match="no node has the copy of rank 0 after step 2"):
         asyncio.run(bed.states.bring(2))
