@@ -1,2 +1,1 @@
-"""The server that other people's loops talk to: adapters are trained and sampled from by requests, exactly once each.
-Begin with `command.py`."""
+"""The server that other people's loops talk to: adapters trained and sampled from, each request carried out once."""

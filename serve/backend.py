@@ -45,7 +45,7 @@ class BackendFailed(PenstockError):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The base model, as clients are told of it."""
+    """The base model, as clients see it."""
 
     name: str
     """Name that clients ask for, e.g. `Qwen/Qwen3-8B`."""

@@ -1,13 +1,11 @@
 """`penstock serve`: from the configuration to the end of the server.
 
-The state of its clients lives in the run's directory: a server that is killed goes on where it was with the next one of
-that name.
+The state of clients is in the run's directory: the next server of that name continues where a killed one stopped. The
+HTTP server starts on that directory, and ends without losing an accepted request:
 
-The server over HTTP: starts on a run directory, and ends without losing what it has taken.
-
-server = Server(config, backend, directory)
-url = await server.start()
-await server.serve_until(stop)        # an event; then drain
+    server = Server(config, backend, directory)
+    url = await server.start()
+    await server.serve_until(stop)        # an event; then drain
 """
 
 import asyncio
@@ -73,7 +71,7 @@ class Server:
     def __init__(
         self, config: ServeConfig, backend: Backend, directory: Path, key: str = "", meters: Meters | None = None
     ) -> None:
-        """`directory`: in that of the run, which this process has locked; what another server has left there goes on.
+        """`directory`: in that of the run, which this process has locked; the state of the server before is continued.
         `key`: of the only tenant, or of the operator where there are tenants. `meters`: take what is measured. Raises
         `ConfigError`."""
         messages()
@@ -155,10 +153,10 @@ class _Http(uvicorn.Server):
         yield
 
 
-TOLD_EVERY_S = 2.0
-"""Seconds between two times that the server writes what it is doing."""
+STATUS_EVERY_S = 2.0
+"""Seconds between two writes of the server's status."""
 FLEET_S = 2.0
-"""Most grace for ranks and engines at the end: they have nothing that is not on the disk."""
+"""Longest grace for ranks and engines at the end: all of their state is on the disk."""
 DEFAULT_NAME = "serve"
 DEFAULT_RANK = 32
 """Largest rank where none is configured: the one that the SDK asks for by default."""
@@ -169,15 +167,18 @@ ROLES = ("store", "rollout", "trainer")
 def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT, and drain. `key`: empty: one is made. Raises `ConfigError`, `ModelError`,
     `ResourceError`, `RunInUse` before anything listens."""
-    asked = _resolved(served(config))
+    own = server_config(config)
+    validate(own)
+    flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
+    asked = ResolvedRun(own, flow, [actor for actor in plan_actors(flow, own) if actor.role in ROLES])
     for check in checks(asked):
         if check.name in (RESOURCES, MEMORY, PACKAGES, "model"):
             check.look()
-    directory = _opened(asked.config)
+    directory = _open_directory(own)
     directory.failed_writes.set_printer(tell)
     try:
         with started_fleet(asked, directory) as fleet:
-            run(_serving(fleet, directory, key, tell), raise_if_over)
+            run(_run_server(fleet, directory, key, tell), raise_if_over)
         directory.event("end")
     except BaseException as error:
         if is_refusal(error) and directory.is_unused:
@@ -189,7 +190,7 @@ def serve(config: RunConfig, key: str, tell: Callable[[str], None]) -> None:
         directory.close()
 
 
-def served(config: RunConfig) -> RunConfig:
+def server_config(config: RunConfig) -> RunConfig:
     """The configuration of a server: without what only a run has. Raises `ConfigError` for what a server cannot do."""
     if not config.rollout.capabilities.serves_adapters:
         names = names_with("serves_adapters", ROLLOUT_ENGINES)
@@ -219,19 +220,12 @@ def served(config: RunConfig) -> RunConfig:
     )
 
 
-def _resolved(config: RunConfig) -> ResolvedRun:
-    """The actors of a server, which has a dataflow of its own. Raises `ConfigError`."""
-    validate(config)
-    flow = Dataflow().rollout("policy", samples_per_prompt=1).train("policy", loss=_by_request).check()
-    return ResolvedRun(config, flow, [actor for actor in plan_actors(flow, config) if actor.role in ROLES])
-
-
 def _by_request(logprobs: Any, mask: Any) -> Any:
     """Stand for the losses, which come with each request."""
     raise NotImplementedError("a server's ranks get their loss with each request.")
 
 
-def _opened(config: RunConfig) -> RunDirectory:
+def _open_directory(config: RunConfig) -> RunDirectory:
     """The directory of the server, locked: a new one, or that of the server before. Raises `ConfigError`,
     `RunInUse`."""
     place = RunPlace.of_run(config)
@@ -245,12 +239,12 @@ def _opened(config: RunConfig) -> RunDirectory:
     return directory
 
 
-async def _serving(fleet: Fleet, directory: RunDirectory, key: str, tell: Callable[[str], None]) -> None:
+async def _run_server(fleet: Fleet, directory: RunDirectory, key: str, tell: Callable[[str], None]) -> None:
     """Serve until a signal, then drain."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (*ending(), signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    facts = await asyncio.to_thread(facts_of, fleet)
+    facts = await asyncio.to_thread(model_facts, fleet)
     backend = ClusterBackend(fleet, fleet.config, facts, directory, tell)
     with exporting(origin_of(fleet.config, namespace_of(directory), "serve", "Server")) as meters:
         server = Server(fleet.config.serve, backend, directory.path / "serve", key, meters)
@@ -258,24 +252,26 @@ async def _serving(fleet: Fleet, directory: RunDirectory, key: str, tell: Callab
         tell(f"{facts.name} is served: TINKER_BASE_URL={url} TINKER_API_KEY={'…' if key else server.key or '…'}")
         if not server.key:
             tell(f"The first start has printed the key. For a new one remove {server.key_file}, and start again.")
-        told = asyncio.create_task(_telling(server, backend, directory, url), name="the status for penstock ui")
+        status_task = asyncio.create_task(
+            _write_status(server, backend, directory, url), name="the status for penstock ui"
+        )
         try:
-            await server.serve_until(stop, told)
+            await server.serve_until(stop, status_task)
         finally:
-            told.cancel()
+            status_task.cancel()
 
 
-async def _telling(server: Server, backend: ClusterBackend, directory: RunDirectory, url: str) -> None:
-    """Write what the server is doing again and again, for `penstock ui`."""
+async def _write_status(server: Server, backend: ClusterBackend, directory: RunDirectory, url: str) -> None:
+    """Write the server's status every `STATUS_EVERY_S`, for `penstock ui`."""
     while True:
         state = {"time": time.time(), "url": url, **server.status(), "losses_of_engines": backend.num_lost}
         with directory.failed_writes.tolerating("state", is_cumulative=True):
             await asyncio.to_thread(write_whole, directory.path / SERVING, json.dumps(state))
-        await asyncio.sleep(TOLD_EVERY_S)
+        await asyncio.sleep(STATUS_EVERY_S)
 
 
-def facts_of(fleet: Fleet) -> ModelFacts:
-    """The base model, as clients are told of it."""
+def model_facts(fleet: Fleet) -> ModelFacts:
+    """The base model, as clients see it."""
     from transformers import AutoConfig
 
     config, path = fleet.config, fleet.model_path

@@ -1,4 +1,4 @@
-"""A file to which records are added, each of which is on the disk before its caller goes on.
+"""Journals, whose records are on the disk before they are acknowledged, and the requests of one client on two of them.
 
     [length 4][crc32 4][header length 4][header, JSON][body] … [end: a record whose header is empty]
 
@@ -7,22 +7,33 @@ of such a batch are marked, in the header length. A batch is written once the on
 the end, and gets an end of its own. So only a batch without an end can be torn, by a kill or a power cut, and that is
 dropped when the file is read. A damaged record with a whole batch or the end behind it was acknowledged: the file is
 refused, and stays as it is.
+
+    accept ─▶ requests.journal ─▶ (carried out) ─▶ answer ─▶ results.journal ─▶ answer_of
+
+A result that was sent once is sent again, and a retry is recognised by its number and its content. Bodies of requests
+are dropped when nothing needs them any more (`drop_bodies`), results when there are more than `keep` newer ones and the
+body is dropped: a request in the journal without a result has none yet, and one that may be repeated is known to have
+failed. So after a start on the same directory everything is as it was acknowledged.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import struct
 import threading
+import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import PenstockError
+from penstock.serve.sdk_messages import RequestResult
 from penstock.store.data import durable
 from penstock.workers.runtime.local_files import replacing
 
@@ -31,18 +42,20 @@ _FRAME = struct.Struct("<III")
 _JOINED = 2**31
 """Mark of a record that was written together with the one before it."""
 Header = dict[str, Any]
+CHANGING = ("create_model", "load_model", "forward_backward", "optim_step", "load_weights")
+"""Kinds of requests after which an adapter is another one."""
 
 
 class JournalError(PenstockError):
-    """A file that cannot be written or read now: nothing is acknowledged that is not on the disk."""
+    """A file that cannot be written or read now. Nothing is acknowledged before it is on the disk."""
+
+
+class Gone(PenstockError):
+    """A record, a result or a session that is kept no longer."""
 
 
 class JournalDamaged(JournalError):
     """A journal with a record that is not what was written."""
-
-
-class RecordDropped(PenstockError):
-    """A record that a rewrite has dropped."""
 
 
 @dataclass(eq=False)
@@ -68,8 +81,8 @@ class Journal:
     def __init__(self, path: Path, large_bytes: int = 2**26) -> None:
         """`large_bytes`: size from which it is large. Raises `JournalError`, `JournalDamaged`."""
         self.path, self._least_bytes, self._large_bytes = path, large_bytes, large_bytes
-        with refusals(path):
-            self.records, self._num_bytes = _scanned(path)
+        with disk_errors(path):
+            self.records, self._num_bytes = _read_records(path)
         """Records in the order of the file."""
         self._file, self.is_closed = -1, False
         self._waiting: list[tuple[Record, bytes]] = []
@@ -85,24 +98,24 @@ class Journal:
             raise JournalError(f"{self.path}: the server is ending. The request is not taken; send it again.")
         record = Record(dict(header), len(body), zlib.crc32(body))
         self._waiting.append((record, body))
-        await self._in_turn(self._flush)
+        await self._run_alone(self._flush)
         if record.offset < 0:
             raise JournalError(self._refusal)
         return record
 
     async def rewrite(self, is_kept: Callable[[Header], bool]) -> None:
         """Drop the records that are not kept, in one step. Raises `JournalError`; then all are there."""
-        await self._in_turn(lambda: self._rewrite(is_kept))
+        await self._run_alone(lambda: self._rewrite(is_kept))
 
     def read(self, record: Record) -> bytes:
         """The body of a record, from any thread. Raises `JournalError`, as it does once the journal is closed,
-        `RecordDropped` and `JournalDamaged`."""
-        with self._reading, refusals(self.path):
+        `Gone` and `JournalDamaged`."""
+        with self._reading, disk_errors(self.path):
             if self.is_closed:
                 raise JournalError(f"{self.path}: is closed.")
             if record.offset < 0:
-                raise RecordDropped(f"{self.path}: the record is kept no longer.")
-            body = os.pread(self._opened(), record.num_bytes, record.offset)
+                raise Gone(f"{self.path}: the record is kept no longer.")
+            body = os.pread(self._open_file(), record.num_bytes, record.offset)
         if zlib.crc32(body) != record.checksum:
             raise JournalDamaged(f"{self.path}: the record at byte {record.offset:,} is not what was written.")
         return body
@@ -115,17 +128,17 @@ class Journal:
     async def close(self) -> None:
         """Close the file, once what was appended is written."""
         self.is_closed = True
-        await self._in_turn(self._close)
+        await self._run_alone(self._close)
 
-    async def _in_turn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do what changes the file, one after the other. A cancelled caller does not stop it."""
+    async def _run_alone(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run changes of the file one after the other. A cancelled caller does not stop its change."""
 
         async def turn() -> None:
             async with self._turn:
                 await work()
 
         task = asyncio.create_task(turn())
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody waits any more
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # of a cancelled caller
         await asyncio.shield(task)
 
     async def _flush(self) -> None:
@@ -137,13 +150,13 @@ class Journal:
             self._refusal = f"{self.path}: {getattr(error, 'strerror', None) or repr(error)}. Make room and try again."
             return
         self.records += [record for record, _ in batch]
-        self._settle([record for record, _ in batch], framed)
+        self._set_offsets([record for record, _ in batch], framed)
 
     async def _close(self) -> None:
         with self._reading:
-            self._shut()
+            self._close_file()
 
-    def _shut(self) -> None:
+    def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -151,30 +164,30 @@ class Journal:
     async def _rewrite(self, is_kept: Callable[[Header], bool]) -> None:
         kept = [record for record in self.records if is_kept(record.header)]
         self._large_bytes = 2 * self._num_bytes  # if it fails
-        with refusals(self.path):
-            framed = await asyncio.to_thread(self._rewritten, kept)
+        with disk_errors(self.path):
+            framed = await asyncio.to_thread(self._write_replacement, kept)
         with self._reading:
-            self._shut()
+            self._close_file()
             for record in self.records:
                 record.offset = -1
             self.records, self._num_bytes = kept, 0
-            self._settle(kept, framed)
+            self._set_offsets(kept, framed)
         self._large_bytes = max(self._least_bytes, 2 * self._num_bytes)
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         """The open file, without a torn end, and with its name on the disk."""
         if self._file < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                _end(self._file, self._num_bytes)
+                _mark_end(self._file, self._num_bytes)
                 durable.sync_name(self.path)
             except OSError:
-                self._shut()
+                self._close_file()
                 raise
         return self._file
 
-    def _settle(self, records: Sequence[Record], framed: Sequence[bytes]) -> None:
+    def _set_offsets(self, records: Sequence[Record], framed: Sequence[bytes]) -> None:
         """Note where records lie that were written behind the others."""
         for record, data in zip(records, framed, strict=True):
             self._num_bytes += len(data)
@@ -183,9 +196,9 @@ class Journal:
     def _put(self, batch: Sequence[tuple[Record, bytes]]) -> list[bytes]:
         """Write behind the last whole record: what a failed write has left there is overwritten, or cut off. Returns
         each record as it was written."""
-        framed = [_framed(record, body, is_joined=index > 0) for index, (record, body) in enumerate(batch)]
+        framed = [_encode_record(record, body, is_joined=index > 0) for index, (record, body) in enumerate(batch)]
         with self._reading:
-            file = self._opened()
+            file = self._open_file()
         try:
             view, offset = memoryview(b"".join(framed)), self._num_bytes
             while view:
@@ -193,16 +206,16 @@ class Journal:
                 view, offset = view[written:], offset + written
             durable.sync_opened(file)
         except OSError:
-            _end(file, self._num_bytes)
+            _mark_end(file, self._num_bytes)
             raise
-        _end(file, offset)
+        _mark_end(file, offset)
         return framed
 
-    def _rewritten(self, kept: Sequence[Record]) -> list[bytes]:
+    def _write_replacement(self, kept: Sequence[Record]) -> list[bytes]:
         """Put a file with these records in the place of the present one. Returns each record as it is in it."""
-        framed = [_framed(record, self.read(record)) for record in kept]
+        framed = [_encode_record(record, self.read(record)) for record in kept]
         with self._reading:
-            before = self._opened()
+            before = self._open_file()
         try:
             with replacing(self.path, synced=True) as part:
                 part.touch(0o600)
@@ -214,24 +227,24 @@ class Journal:
 
 
 @contextlib.contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Raise `JournalError` for what the disk or its limits refuse now."""
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise `JournalError` for an operation that the disk or a limit on files refuses."""
     try:
         yield
     except OSError as error:
         raise JournalError(f"{path}: {error.strerror or error}. Make room; it is tried again.") from error
 
 
-def _framed(record: Record, body: bytes, *, is_joined: bool = False) -> bytes:
+def _encode_record(record: Record, body: bytes, *, is_joined: bool = False) -> bytes:
     head = json.dumps(record.header).encode()
     rest = struct.pack("<I", len(head) + _JOINED * is_joined) + head + body
     return struct.pack("<II", len(rest), zlib.crc32(rest)) + rest
 
 
-_END = _framed(Record({}, 0, 0), b"")
+_END = _encode_record(Record({}, 0, 0), b"")
 
 
-def _end(file: int, num_bytes: int) -> None:
+def _mark_end(file: int, num_bytes: int) -> None:
     """End a file behind its last record. Not synced: a power cut may take the end, and then damage of the last batch
     looks like a torn one."""
     with contextlib.suppress(OSError):
@@ -239,7 +252,7 @@ def _end(file: int, num_bytes: int) -> None:
         os.pwrite(file, _END, num_bytes)
 
 
-def _scanned(path: Path) -> tuple[list[Record], int]:
+def _read_records(path: Path) -> tuple[list[Record], int]:
     """All whole records, and the bytes that they take. Raises `JournalDamaged`, `OSError`."""
     records: list[Record] = []
     try:
@@ -283,3 +296,178 @@ def _batch_after(data: bytes, start: int) -> int | None:
             return header - _FRAME.size
         header = data.find(b"{", header + 1)
     return None
+
+
+class WrongNumber(PenstockError):
+    """A request with the number of another one, or of one whose turn is over."""
+
+
+@dataclass
+class Entry:
+    """A request by its number."""
+
+    seq: int
+    kind: str
+    """What it asks for, as its endpoint is called."""
+    content_type: str = ""
+    tokens: int = 1
+    """What it costs."""
+    digest: str = ""
+    body: Record | None = None
+    """Its body in the journal of requests, while it is needed."""
+    answered: Record | None = None
+    """Its result in the journal of results, while it is kept."""
+    answer_kind: str = ""
+    is_failure: bool = False
+    came: float = field(default_factory=time.monotonic)
+    """When it was accepted, or read after a start."""
+    is_durable: asyncio.Event = field(default_factory=asyncio.Event)
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def changes(self) -> bool:
+        """Whether an adapter is another one after it."""
+        return self.kind in CHANGING and not self.is_failure
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return {"seq": self.seq, "kind": self.kind, "digest": self.digest, "type": self.content_type,
+                "tokens": self.tokens}  # fmt: skip
+
+
+class RequestLog:
+    """Lifecycle: made for a directory, new or left by another process; `accept` and `answer` each request; `close`."""
+
+    def __init__(self, directory: Path, keep: int, is_needed: Callable[[Entry], bool] = lambda entry: False) -> None:
+        """`is_needed`: whether the body of a request that has its result is. Raises `JournalError`."""
+        self.directory, self._keep, self._is_needed = directory, keep, is_needed
+        self.entries: dict[int, Entry] = {}
+        self.waiting: dict[int, int] = {}
+        """Sizes of the bodies of requests without a result, by number."""
+        self.highest_answered = -1
+        """Number of the newest request that has a result."""
+        self.highest_taken = -1
+        self._ends: deque[int] = deque()
+        """Numbers of the newest requests that have a result, in the order of their ends."""
+        _merge_old_results(directory)
+        self._requests, self._results = (Journal(directory / f"{name}.journal") for name in ("requests", "results"))
+        for record in self._requests.records:
+            entry = self.entries[record.header["seq"]] = _entry_of(record.header)
+            entry.body, self.waiting[entry.seq] = record, record.num_bytes
+        for record in self._results.records:
+            self._note_answer(record)
+        for entry in self.entries.values():
+            entry.is_durable.set()
+            self.highest_taken = max(self.highest_taken, entry.seq)
+        self._num_new = len(self._results.records)
+
+    def pending(self) -> list[Entry]:
+        """Requests without a result, by their numbers."""
+        return [self.entries[seq] for seq in sorted(self.waiting)]
+
+    async def accept(self, entry: Entry, body: bytes, identity: bytes = b"") -> Entry:
+        """Take a request, or recognise one that was taken before. Returns once it is on the disk. `identity`: what is
+        the same in each retry; empty: the body. Raises `WrongNumber`, `JournalError`."""
+        seq, known = entry.seq, self.entries.get(entry.seq)
+        entry.digest = hashlib.sha256(entry.kind.encode() + b"/" + (identity or body)).hexdigest()[:32]
+        if known is not None:
+            if known.digest != entry.digest:
+                raise WrongNumber(
+                    f"request {seq} was taken before with other content ({known.kind}): a number is for one request. "
+                    "Two clients use one training client; make one for each."
+                )
+            await known.is_durable.wait()
+            if self.entries.get(seq) is not known:
+                raise JournalError(f"request {seq} could not be written. Send it again.")
+            return known
+        self.entries[seq], self.waiting[seq] = entry, len(body)
+        try:
+            entry.body = await self._requests.append(entry.header, body)
+            self.highest_taken = max(self.highest_taken, seq)
+        except BaseException:
+            del self.entries[seq], self.waiting[seq]
+            raise
+        finally:
+            entry.is_durable.set()
+        return entry
+
+    async def answer(self, entry: Entry, answer: RequestResult) -> None:
+        """Write a result; requests that wait for it get it once it is on the disk. Raises `JournalError`."""
+        if self._num_new >= self._keep or self._requests.is_large:
+            await self._make_small()
+        self._num_new += 1
+        header = {**entry.header, "answer": answer.message, "failed": answer.is_failure}
+        self._note_answer(await self._results.append(header, answer.body))
+
+    def answer_of(self, entry: Entry) -> RequestResult | None:
+        """The result of a request; None while there is none. From any thread. Raises `Gone`, `JournalError`."""
+        if entry.answered is not None:
+            with contextlib.suppress(Gone):
+                return RequestResult(self._results.read(entry.answered), entry.answer_kind, entry.is_failure)
+        if entry.is_done.is_set():
+            raise Gone(f"the result of request {entry.seq} is kept no longer (serve.keep_results).")
+        return None
+
+    def body_of(self, entry: Entry) -> bytes:
+        if entry.body is None:
+            raise Gone(f"request {entry.seq} is kept no longer.")
+        return self._requests.read(entry.body)
+
+    async def drop_bodies(self) -> None:
+        """Drop the bodies of requests that have their result and are not needed. Raises `JournalError`; then all are
+        there."""
+        found = [one for one in self.entries.values() if one.is_done.is_set() and not self._is_needed(one)]
+        dropped = {entry.seq for entry in found}
+        await self._requests.rewrite(lambda header: header["seq"] not in dropped and header["seq"] in self.entries)
+        newest = set(self._ends)
+        for entry in found:
+            entry.body = None
+            if entry.seq not in newest and self.entries.get(entry.seq) is entry:
+                del self.entries[entry.seq]
+
+    @property
+    def is_closed(self) -> bool:
+        return self._results.is_closed
+
+    async def close(self) -> None:
+        for journal in (self._requests, self._results):
+            await journal.close()
+
+    async def _make_small(self) -> None:
+        """Drop bodies that are not needed, and results if there are many. If that fails the files only stay larger."""
+        is_full = self._num_new >= self._keep
+        self._num_new %= self._keep  # this caller does it, not those that come meanwhile
+        try:
+            await self.drop_bodies()
+            if is_full:
+                await self._results.rewrite(lambda header: header["seq"] in self.entries)
+        except JournalError as error:
+            _LOG.warning("%s", error)
+
+    def _note_answer(self, record: Record) -> None:
+        header = record.header
+        entry = self.entries.setdefault(header["seq"], _entry_of(header))
+        entry.answered, entry.answer_kind, entry.is_failure = record, header["answer"], header["failed"]
+        if entry.is_done.is_set():  # the result of one that was cancelled as it came
+            return
+        self.highest_answered = max(self.highest_answered, entry.seq)
+        self.waiting.pop(entry.seq, None)
+        entry.is_done.set()
+        self._ends.append(entry.seq)
+        if len(self._ends) > self._keep:
+            oldest = self._ends.popleft()
+            if oldest in self.entries and self.entries[oldest].body is None:
+                del self.entries[oldest]
+
+
+def _merge_old_results(directory: Path) -> None:
+    """Bring the results that the version before kept in two files into one."""
+    older, newer = directory / "results-old.journal", directory / "results.journal"
+    if older.exists():
+        with disk_errors(older), replacing(newer, synced=True) as part:
+            part.write_bytes(older.read_bytes() + (newer.read_bytes() if newer.exists() else b""))
+        older.unlink()
+
+
+def _entry_of(header: dict[str, Any]) -> Entry:
+    return Entry(header["seq"], header["kind"], header["type"], header["tokens"], header["digest"])

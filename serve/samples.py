@@ -17,26 +17,27 @@ import secrets
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from penstock.conf.errors import DataError, PenstockError
+from penstock.conf.errors import ConfigError, DataError, PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.orchestrator.loops.verbs import seed_of
-from penstock.serve.backend import Backend, DeadlyRequest
-from penstock.serve.checkpoints import Address, Checkpoints, read_state, write_state
-from penstock.serve.journal import JournalError
-from penstock.serve.request_log import Entry, RequestLog, failure_of
-from penstock.serve.sdk_messages import Answer, SampleRequest, failure, sample_answer, sample_request
-from penstock.serve.sessions import ClientFacts, Sampler, Session, Sessions
+from penstock.serve.backend import Backend, BackendFailed, DeadlyRequest
+from penstock.serve.journal import Entry, JournalDamaged, JournalError, RequestLog
+from penstock.serve.saved_weights import Checkpoints, WeightsAddress, read_state, write_state
+from penstock.serve.sdk_messages import RequestResult, SampleRequest, failure, sample_answer, sample_request
+from penstock.serve.sessions import ClientFacts, ClientSession, Sampler, Sessions
 from penstock.serve.tenants import NextRequest, Schedule, Tenants
+from penstock.workers.agents.gateway.client_errors import BadRequest
 from penstock.workers.protocols import AdapterState
 from penstock.workers.runtime.async_tasks import cancel_all
 
 _LOG = logging.getLogger("penstock")
 LOOK_S = 1.0
-"""Seconds between looks at budgets that refill."""
+"""Seconds between checks of budgets, which refill."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Publications:
     def __init__(self, backend: Backend, most: int) -> None:
         self._backend, self._most = backend, most
         self._names: dict[Path, str] = {}
-        """Names on the engines by the file of their state, the one that has rested longest first."""
+        """Names on the engines by the file of their state, the least recently used first."""
         self._arriving: dict[Path, asyncio.Task[None]] = {}
         self._using: Counter[str] = Counter()
         self._lock = asyncio.Lock()
@@ -71,7 +72,7 @@ class Publications:
         while (name := self._names.pop(file, "")) == "":
             if file not in self._arriving:
                 task = self._arriving[file] = asyncio.create_task(self._publish(file))
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # where nobody waits any more
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # of a cancelled sample
             await asyncio.shield(self._arriving[file])
         self._names[file] = name
         self._using[name] += 1
@@ -89,14 +90,17 @@ class Publications:
         """Drop deleted weights, once nobody samples from them."""
         if file in self._arriving:
             await asyncio.wait([self._arriving[file]])
-        name = self._names.pop(file, None)
-        if name is not None and name not in self._using:
+        if (name := self._names.pop(file, None)) is not None and name not in self._using:
             await self._backend.drop_sampler(name)
 
     async def _publish(self, file: Path) -> None:
         try:
             async with self._lock:
-                await self._make_room()
+                while len(self._names) >= self._most:
+                    idle = next((other for other, name in self._names.items() if name not in self._using), None)
+                    if idle is None:
+                        break
+                    await self._backend.drop_sampler(self._names.pop(idle))
                 state = await asyncio.to_thread(read_state, file, with_optimizer=False)
                 name = secrets.token_hex(8)
                 await self._backend.publish(name, state)
@@ -104,18 +108,11 @@ class Publications:
         finally:
             del self._arriving[file]
 
-    async def _make_room(self) -> None:
-        while len(self._names) >= self._most:
-            idle = next((file for file, name in self._names.items() if name not in self._using), None)
-            if idle is None:
-                return
-            await self._backend.drop_sampler(self._names.pop(idle))
-
 
 class SamplingQueue:
     """Lifecycle: `run` until `close`; `put` tickets, `cancel` some."""
 
-    def __init__(self, schedule: Schedule, most: int, carry_out: Callable[[Ticket], Awaitable[None]]) -> None:
+    def __init__(self, schedule: Schedule, most: int, carry_out: Callable[[Ticket], Coroutine[Any, Any, None]]) -> None:
         """`most`: requests that engines have at the same time."""
         self._schedule, self._most, self._carry_out = schedule, most, carry_out
         self._queues: dict[str, deque[Ticket]] = {}
@@ -152,7 +149,7 @@ class SamplingQueue:
             task.add_done_callback(lambda task, key=key: self._ended(key, task))  # type: ignore[misc]
 
     async def cancel(self, queue: str, seq: int, log: RequestLog) -> None:
-        """End a request that nobody waits for any more."""
+        """Cancel a request, waiting or under way."""
         left = deque(ticket for ticket in self._queues.pop(queue, ()) if ticket.entry.seq != seq)
         if left:
             self._queues[queue] = left
@@ -200,7 +197,7 @@ SEQ_BITS = 2**64
 
 
 class Samples:
-    """Lifecycle: `open` sessions that another server has left; `take` requests; `finish` a session; `close`. `queue`
+    """Lifecycle: `resume` sessions of the server before; `take` requests; `finish` a session; `close`. `queue`
     runs meanwhile."""
 
     def __init__(
@@ -215,23 +212,24 @@ class Samples:
         self.schedule = Schedule(tenants.shares, tenants.budgets)
         self.queue = SamplingQueue(self.schedule, config.max_sampling, self._carry_out)
 
-    def log_of(self, session: Session) -> RequestLog | None:
+    def log_of(self, session: ClientSession) -> RequestLog | None:
         """Requests of a session, opened where they are closed; None if it has had none. Raises `JournalError`."""
         log = self.logs.get(session.id)
         return log or (self._open(session) if not session.is_over and self._of(session.id).exists() else None)
 
-    def resume(self, session: Session) -> None:
+    def resume(self, session: ClientSession) -> None:
         """Go on with the requests of a session that have no result yet. Raises `JournalError`."""
-        log = self.log_of(session)
-        if log is not None and not log.pending():
+        if (log := self.log_of(session)) is not None and not log.pending():
             del self.logs[session.id]
 
-    async def take(self, sampler: Sampler, entry: Entry, body: bytes) -> Entry:
-        """Take a request for samples, with its number in its sampling session. Raises `JournalError`."""
+    async def take(self, sampler: Sampler, entry: Entry, body: bytes, admit: Callable[[int], None]) -> Entry:
+        """Take a request for samples, with its number in its sampling session. `admit`: called with the bytes that are
+        new. Raises what that raises, and `JournalError`."""
         session = self._sessions.sessions[sampler.session_id]
         log = self.logs.get(session.id) or self._open(session)
         entry.seq = number_of(sampler, entry.seq)
         is_known = entry.seq in log.entries
+        admit(0 if is_known else len(body))
         entry = await log.accept(entry, body)
         if not is_known:
             self.queue.put(Ticket(session.tenant, sampler, log, entry))
@@ -248,7 +246,7 @@ class Samples:
             return file
         if not sampler.path:
             return None
-        return self._checkpoints.file(Address.parse(sampler.path), sampler.save)
+        return self._checkpoints.file(WeightsAddress.parse(sampler.path), sampler.save)
 
     def decoded(self, body: bytes, sampler: Sampler, seq: int) -> SampleRequest:
         """Decode a request. Raises `BadRequest`."""
@@ -261,7 +259,7 @@ class Samples:
         origin = f"{model_id.rpartition(':')[2]}/{seq}/own"
         sampler = Sampler(sampler_id(session_id, number), session_id, model_id, is_own=True, origin=origin)
         known = self._sessions.sessions[session_id].samplers.get(sampler.id)
-        if known is not None and not known.is_same(sampler):
+        if known is not None and not known.has_same_weights(sampler):
             raise DataError(f"{sampler.id} was made before, of other weights. Count sampling_session_seq_id on.")
         if known is None or not self._own_file(sampler).exists():  # who samples from it stays with these bits
             await asyncio.to_thread(write_state, self._own_file(sampler), state)
@@ -274,24 +272,23 @@ class Samples:
                 await self._drop(old)
         return added.id
 
-    async def rest(self, session: Session) -> None:
-        """Drop what a session has under way, delete its unnamed weights, and close its files."""
+    async def rest(self, session: ClientSession) -> None:
+        """Drop a session's requests, delete its unnamed weights, and close its files."""
         for sampler in list(session.samplers.values()):
             await self._drop(sampler)
-        log = self.logs.get(session.id)
-        if log is not None:
+        if (log := self.logs.get(session.id)) is not None:
             await log.close()
             if self.logs.get(session.id) is log:  # another one is made of its files once it is closed
                 del self.logs[session.id]
 
-    async def drop_saves(self, address: Address | None = None) -> None:
+    async def drop_unused_saves(self, address: WeightsAddress | None = None) -> None:
         """Drop the saves that a name no longer stands for and nobody samples from; None: of all names."""
-        for save in await asyncio.to_thread(self._checkpoints.superseded, address):
+        for save in await asyncio.to_thread(self._checkpoints.superseded_saves, address):
             if not self._sessions.uses[save]:
                 await self.publications.drop(await asyncio.to_thread(self._checkpoints.remove, save))
 
-    async def finish(self, session: Session) -> None:
-        """Forget a session's requests and its unnamed weights, once nobody takes more of them."""
+    async def finish(self, session: ClientSession) -> None:
+        """Delete a session's requests and its unnamed weights; it takes no more of them."""
         await self.rest(session)
         await asyncio.to_thread(shutil.rmtree, self._of(session.id), ignore_errors=True)
 
@@ -299,12 +296,11 @@ class Samples:
         for log in list(self.logs.values()):
             await log.close()
 
-    def _open(self, session: Session) -> RequestLog:
+    def _open(self, session: ClientSession) -> RequestLog:
         log = self.logs[session.id] = RequestLog(self._of(session.id), self._config.keep_results)
         by_number = {one.number: one for one in session.samplers.values()}
         for entry in log.pending():
-            sampler = by_number.get(entry.seq // SEQ_BITS)
-            if sampler is not None:
+            if (sampler := by_number.get(entry.seq // SEQ_BITS)) is not None:
                 self.queue.put(Ticket(session.tenant, sampler, log, entry))
         return log
 
@@ -313,14 +309,14 @@ class Samples:
         try:
             answer, tokens = await self._answered(ticket)
             await ticket.log.answer(ticket.entry, answer)
-            self._tenants.note(ticket.tenant, ticket.entry, time.monotonic() - started, tokens)
+            self._tenants.count_request(ticket.tenant, ticket.entry, time.monotonic() - started, tokens)
         except JournalError as error:
             _LOG.warning("%s: %s", ticket.sampler.id, error)
             await asyncio.sleep(LOOK_S)
             if not ticket.log.is_closed:
                 self.queue.put(ticket)
 
-    async def _answered(self, ticket: Ticket) -> tuple[Answer, int]:
+    async def _answered(self, ticket: Ticket) -> tuple[RequestResult, int]:
         """The answer to a request, and the tokens that were sampled for it. Raises `JournalError`, `BackendFailed`."""
         if refusal := self._tenants.refusal(ticket.tenant, time.monotonic()):
             return failure(refusal, is_users=True), 0
@@ -340,9 +336,8 @@ class Samples:
             if file is not None:  # the engines may have given the weights up: they get them anew
                 with contextlib.suppress(PenstockError):
                     await self.publications.drop(file)
-            now = time.monotonic()
-            self._tenants.refuse(ticket.tenant, error, now + self._backend.window_s)
-            return failure(self._tenants.refusal(ticket.tenant, now), is_users=True), 0
+            refusal = self._tenants.refuse(ticket.tenant, error, time.monotonic(), self._backend.window_s)
+            return failure(refusal, is_users=True), 0
         except Exception as error:  # noqa: BLE001 - a fault of one request must not end those of others
             return failure_of(error, f"{sampler.id}: request {entry.seq} for samples"), 0
 
@@ -359,6 +354,19 @@ class Samples:
 
     def _own_file(self, sampler: Sampler) -> Path:
         return self._of(sampler.session_id) / f"weights-{sampler.number}.safetensors"
+
+
+def failure_of(error: Exception, what: str) -> RequestResult:
+    """The answer to a request that has failed. Raises the error of one that is carried out again, once the disk takes
+    it (`JournalError`) or by the next server (`BackendFailed`)."""
+    if isinstance(error, OSError):
+        raise JournalError(f"{what}: {error}. It is tried again.") from error
+    if isinstance(error, BackendFailed) or (isinstance(error, JournalError) and not isinstance(error, JournalDamaged)):
+        raise error
+    if isinstance(error, PenstockError):
+        return failure(str(error), is_users=isinstance(error, BadRequest | DataError | ConfigError))
+    _LOG.error("%s has failed", what, exc_info=error)
+    return failure(f"{type(error).__name__}: {error}", is_users=False)
 
 
 def sampler_id(session_id: str, number: int) -> str:

@@ -56,7 +56,7 @@ MOST_RATIO = 100
 """Factor by which a body beyond `PLAIN_BYTES` may grow when it is unpacked: data of real sequences shrink to a tenth at
 most."""
 MOST_KEYS, MOST_VALUES, MOST_FIELDS = 2**16, 2**20, 2**17
-"""Most names and values of a body in JSON, and fields of one in protobuf: who decodes them holds up everybody else. The
+"""Most names and values of a body in JSON, and fields of one in protobuf: decoding them blocks all other requests. The
 SDK's 1024 sequences have 30,000 names or fields."""
 METADATA_BYTES = 2**14
 MOST_SAMPLES = 1024
@@ -102,7 +102,7 @@ class Optimizer(Struct, tag_field="type", tag="adamw"):
 
 
 class Numbered(Struct):
-    """A request with its number: whose it is. Null is as if a field were absent."""
+    """A request's number and owner. Null counts as an absent field."""
 
     session_id: str | None = None
     model_id: str | None = None
@@ -110,7 +110,7 @@ class Numbered(Struct):
     seq_id: Number | None = None
 
     def need(self, name: str) -> Any:
-        """A field that has to be there. Raises `BadRequest`."""
+        """A required field. Raises `BadRequest`."""
         value = getattr(self, name)
         if value is None:
             raise BadRequest("is missing.", name)
@@ -163,19 +163,19 @@ class Tensor(Struct, gc=False):
     sparse_col_indices: list[int] | None = None
 
 
-class Chunk(Struct, gc=False):
+class ChunkBody(Struct, gc=False):
     type: str
     tokens: list[Annotated[int, Meta(ge=0, lt=2**31)]] | None = None
 
 
 class ModelInput(Struct, gc=False):
-    chunks: list[Chunk]
+    chunks: list[ChunkBody]
 
     def tokens(self, path: str) -> list[int]:
         """The tokens of what a model reads, which is text alone. Raises `BadRequest`."""
         for chunk in self.chunks:
             if chunk.type != "encoded_text" or chunk.tokens is None:
-                raise no_chunk(chunk.type, path)
+                raise unsupported_chunk(chunk.type, path)
         return [token for chunk in self.chunks for token in chunk.tokens or ()]
 
 
@@ -242,7 +242,7 @@ def check_size(num_bytes: int, limit_bytes: int) -> None:
                        f"MiB all others, {MOST_RATIO} times its size what is packed. Send less at once.")  # fmt: skip
 
 
-def no_chunk(kind: str, path: str) -> BadRequest:
+def unsupported_chunk(kind: str, path: str) -> BadRequest:
     return BadRequest(f"a chunk of {kind} is not read here: send text (encoded_text) alone.", path)
 
 
@@ -263,7 +263,7 @@ def messages() -> Any:
     return module
 
 
-def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+def decompress(body: bytes, encoding: str, limit_bytes: int) -> bytes:
     """The body of a request as it was before its `Content-Encoding`. Raises `BadRequest`, `TooLarge`."""
     import zstandard
 
@@ -282,7 +282,7 @@ def unpacked(body: bytes, encoding: str, limit_bytes: int) -> bytes:
 
 
 def check_fields(name: str, body: bytes) -> None:
-    """Raise `TooLarge` for a large message of many small fields, whose parser would hold up everybody else."""
+    """Raise `TooLarge` for a large message of many small fields, whose parsing would block all other requests."""
     kind = getattr(messages(), name).DESCRIPTOR
     try:
         if len(body) > PLAIN_BYTES and _num_fields(memoryview(body), kind) > MOST_FIELDS:
@@ -319,7 +319,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-def parsed_message(name: str, body: bytes) -> Any:
+def parse_message(name: str, body: bytes) -> Any:
     """A message of the SDK by the name of its type."""
     message = getattr(messages(), name)()
     try:
@@ -438,7 +438,7 @@ def numbered(body: bytes, content_type: str) -> tuple[Numbered, bytes, int]:
     costs: 1 without data, or if it will be refused in its turn. Raises `BadRequest`, `TooLarge`."""
     if content_type.startswith(PROTOBUF):
         check_fields("ForwardBackwardRequest", body)
-        message = parsed_message("ForwardBackwardRequest", body)
+        message = parse_message("ForwardBackwardRequest", body)
         found = Numbered(model_id=message.model_id, seq_id=message.seq_id)
         num_bytes = sum(len(chunk.encoded_text.tokens) for datum in message.data for chunk in datum.model_input)
         return found, message.SerializeToString(deterministic=True), max(1, num_bytes // 4)
@@ -454,7 +454,16 @@ def numbered(body: bytes, content_type: str) -> tuple[Numbered, bytes, int]:
 def forward_call(body: bytes, content_type: str, *, backward: bool) -> ForwardCall:
     """`backward`: what a request in JSON asks for; one in protobuf says it itself."""
     if content_type.startswith(PROTOBUF):
-        return _call_of_message(parsed_message("ForwardBackwardRequest", body))
+        message = parse_message("ForwardBackwardRequest", body)
+        config = dict(message.loss_fn_config)
+        for name, value in message.loss_fn_config_v2.items():
+            if value.WhichOneof("value") == "text" or not math.isfinite(value.number):
+                raise BadRequest(f"must be a number, not {value.text or value.number!r}.", f"loss_fn_config.{name}")
+            config[name] = value.number
+        if not message.data:
+            raise BadRequest("is missing or empty.", "data")
+        data = [_datum_of_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)]
+        return ForwardCall(data, LossCall(_loss(message.loss_fn), config), not message.forward_only)
     asked = read(ForwardBody, body)
     given = asked.forward_backward_input if backward else asked.forward_input
     if given is None:
@@ -493,16 +502,6 @@ def save_call(body: Body, *, is_sampler: bool) -> SaveCall:
     return SaveCall(name, is_sampler, bool(body.overwrite), seq, kept, body.ttl_seconds)
 
 
-def _call_of_message(message: Any) -> ForwardCall:
-    config = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():
-        config[name] = _config_number(name, value.text if value.WhichOneof("value") == "text" else value.number)
-    if not message.data:
-        raise BadRequest("is missing or empty.", "data")
-    data = [_datum_of_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)]
-    return ForwardCall(data, LossCall(_loss(message.loss_fn), config), not message.forward_only)
-
-
 def _loss(name: str) -> str:
     if name not in LOSSES:
         why = _REFUSED_LOSSES.get(name, f"there is no such loss. Losses: {', '.join(LOSSES)}.")
@@ -510,18 +509,12 @@ def _loss(name: str) -> str:
     return name
 
 
-def _config_number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRequest(f"must be a number, not {value!r}.", f"loss_fn_config.{name}")
-    return float(value)
-
-
 def _datum_of_message(datum: Any, path: str) -> Datum:
     tokens = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise no_chunk(str(kind), f"{path}.model_input")
+            raise unsupported_chunk(str(kind), f"{path}.model_input")
         tokens.append(numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{path}.model_input"))
     inputs = {name: array_of_message(value, f"{path}.loss_fn_inputs.{name}")
               for name, value in datum.loss_fn_inputs.items()}  # fmt: skip
@@ -559,7 +552,7 @@ class SampleRequest:
 
     call: SampleCall
     last_logprobs: int | None = None
-    """Number of the prompt's last tokens whose log-probability is told; None: all."""
+    """Number of the prompt's last tokens whose log-probabilities are returned; None: all."""
     is_sparse: bool = False
     """Whether `target_prompt_logprobs` came as a sparse tensor, and goes back as one."""
 
@@ -618,7 +611,7 @@ def _targets(tensor: Tensor | None, num_prompt: int) -> np.ndarray | None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestResult:
     """The result of a request, or its failure."""
 
     body: bytes
@@ -626,22 +619,18 @@ class Answer:
     """Type of the protobuf message that the body is; empty: it is JSON."""
     is_failure: bool = False
 
-    @property
-    def content_type(self) -> str:
-        return PROTOBUF if self.message else JSON
+
+def plain(value: Mapping[str, Any]) -> RequestResult:
+    return RequestResult(json.dumps(value).encode())
 
 
-def plain(value: Mapping[str, Any]) -> Answer:
-    return Answer(json.dumps(value).encode())
-
-
-def failure(text: str, *, is_users: bool) -> Answer:
+def failure(text: str, *, is_users: bool) -> RequestResult:
     """A failure that the SDK raises at once. `is_users`: whether the request is wrong, and not the server."""
     body = {"error": text, "category": "user" if is_users else "server"}
-    return Answer(json.dumps(body).encode(), is_failure=True)
+    return RequestResult(json.dumps(body).encode(), is_failure=True)
 
 
-def forward_answer(output: ForwardOutput) -> Answer:
+def forward_answer(output: ForwardOutput) -> RequestResult:
     """`logprobs` of every datum, and the sums as metrics that clients add up (`loss:sum`)."""
     pb = messages()
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
@@ -657,10 +646,10 @@ def forward_answer(output: ForwardOutput) -> Answer:
         field.offsets = ends.astype("<i8").tobytes()
         field.dtype = pb.DTYPE_FLOAT32
         field.trailing_shape.extend(trailing)
-    return Answer(message.SerializeToString(deterministic=True), "ForwardBackwardOutput")
+    return RequestResult(message.SerializeToString(deterministic=True), "ForwardBackwardOutput")
 
 
-def sample_answer(output: SampleOutput, request: SampleRequest) -> Answer:
+def sample_answer(output: SampleOutput, request: SampleRequest) -> RequestResult:
     pb = messages()
     message = pb.SampleResponse()
     for sample in output.samples:
@@ -673,16 +662,16 @@ def sample_answer(output: SampleOutput, request: SampleRequest) -> Answer:
             sequence.topk_sampled_logprobs.CopyFrom(_top(sample.top, 0))
     num_hidden = max(1, len(request.call.prompt_ids) - (request.last_logprobs or len(request.call.prompt_ids)))
     if output.prompt_logprobs is not None:
-        told = np.array(output.prompt_logprobs, "<f4")
-        told[:num_hidden] = np.nan
-        message.prompt_logprobs = told.tobytes()
+        shown = np.array(output.prompt_logprobs, "<f4")
+        shown[:num_hidden] = np.nan
+        message.prompt_logprobs = shown.tobytes()
     if output.top_prompt is not None:
         message.topk_prompt_logprobs.CopyFrom(_top(output.top_prompt, num_hidden))
     if output.target_logprobs is not None and request.call.target_prompt_ids is not None:
-        told = np.asarray(output.target_logprobs, np.float32)
+        values = np.asarray(output.target_logprobs, np.float32)
         is_there = request.call.target_prompt_ids != -1 if request.is_sparse else None
-        message.target_prompt_logprobs.CopyFrom(tensor_message(told, is_there))
-    return Answer(message.SerializeToString(deterministic=True), "SampleResponse")
+        message.target_prompt_logprobs.CopyFrom(tensor_message(values, is_there))
+    return RequestResult(message.SerializeToString(deterministic=True), "SampleResponse")
 
 
 def _top(top: TopTokens, num_hidden: int) -> Any:

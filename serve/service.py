@@ -1,7 +1,7 @@
-"""The server without HTTP: what requests of clients come to, on a backend and a run directory.
+"""The server without HTTP: requests of clients on a backend and a run directory.
 
-endpoints ─▶ Service ─▶ Sessions          who there is
-                     ─▶ TrainingClient    requests of an adapter ─▶ Ranks
+endpoints ─▶ Service ─▶ Sessions          sessions, training clients, samplers
+                     ─▶ TrainingClient    requests of an adapter ─▶ TrainingLoop
                      ─▶ Samples           requests for samples ─▶ SamplingQueue
 
 DIRECTORY/sessions.journal, clients/ID/, samples/SESSION/, checkpoints/
@@ -14,20 +14,20 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.serve import ServeConfig
 from penstock.metering import table
 from penstock.serve.backend import Backend
-from penstock.serve.checkpoints import Address, Checkpoints, NoCheckpoint
-from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.request_log import Entry, RequestLog
-from penstock.serve.samples import Samples, number_of
-from penstock.serve.sessions import Busy, ClientFacts, NotFound, Sampler, Session, Sessions
+from penstock.serve.journal import Entry, JournalDamaged, JournalError, RequestLog
+from penstock.serve.samples import Samples
+from penstock.serve.saved_weights import Checkpoints, NotFound, WeightsAddress
+from penstock.serve.sessions import Busy, ClientFacts, ClientSession, Sampler, Sessions
 from penstock.serve.tenants import OPERATOR, Tenants
-from penstock.serve.training import Ranks, TrainingClient
+from penstock.serve.training_clients import TrainingClient, TrainingLoop
 from penstock.workers.runtime.async_tasks import cancel_all
 
 _LOG = logging.getLogger("penstock")
@@ -36,11 +36,8 @@ SILENT_S = 60.0
 s."""
 
 
-Value = TypeVar("Value")
-
-
 class Refused(PenstockError):
-    """Something that is not done for this tenant."""
+    """An action that this tenant may not take."""
 
 
 class Service:
@@ -52,7 +49,7 @@ class Service:
         self.sessions = Sessions(directory, time.time(), config.keep_sessions)
         self.clients: dict[str, TrainingClient] = {}
         self.samples = Samples(config, backend, directory / "samples", tenants, self.sessions, self.checkpoints)
-        self.ranks = Ranks(backend, self.clients, config, tenants, self.checkpoints, self.samples, self.sessions)
+        self.ranks = TrainingLoop(backend, self.clients, config, tenants, self.checkpoints, self.samples, self.sessions)
         self._damaged: set[str] = set()
         """Training clients whose files cannot be read."""
         self._making = asyncio.Lock()
@@ -61,8 +58,8 @@ class Service:
         """Background tasks, training first. The server ends when one of them ends by itself."""
 
     async def open(self) -> None:
-        """Go on where the directory's last server ended."""
-        await self.samples.drop_saves()
+        """Continue where the directory's last server ended."""
+        await self.samples.drop_unused_saves()
         for model_id in sorted(self.sessions.open_clients):
             try:
                 self._open_client(self.sessions.facts[model_id])
@@ -89,9 +86,8 @@ class Service:
         """End within `serve.drain_s`: requests under way are finished, what is left is in the journals."""
         self.is_ending.set()
         self.ranks.drain()
-        await asyncio.gather(
-            self.samples.queue.close(self.config.drain_s), asyncio.wait(self.loops[:1], timeout=self.config.drain_s)
-        )
+        drain_s = self.config.drain_s
+        await asyncio.gather(self.samples.queue.close(drain_s), asyncio.wait(self.loops[:1], timeout=drain_s))
         if not self.loops[0].done():
             _LOG.warning("Not all adapters were written within serve.drain_s: the others are made of the journals.")
         await cancel_all(self.loops)
@@ -112,8 +108,7 @@ class Service:
     async def create_client(self, facts: ClientFacts) -> TrainingClient:
         """Make a training client, unless it was made before. Raises `Refused` beyond the tenant's bound."""
         async with self._making:
-            known = self.clients.get(facts.model_id)
-            if known is not None:
+            if (known := self.clients.get(facts.model_id)) is not None:
                 return known
             bound = self.tenants.configs[facts.tenant].max_adapters
             num_open = sum(self.sessions.facts[one].tenant == facts.tenant for one in self.sessions.open_clients)
@@ -146,10 +141,7 @@ class Service:
 
     async def take_sample(self, sampler: Sampler, entry: Entry, body: bytes) -> Entry:
         """Take a request of a sampling session. Raises `Busy`, and `JournalError` while the server ends."""
-        log = self.samples.log_of(self.sessions.sessions[sampler.session_id])
-        is_known = log is not None and number_of(sampler, entry.seq) in log.entries
-        self._admit(sampler.session_id, 0 if is_known else len(body))
-        return await self.samples.take(sampler, entry, body)
+        return await self.samples.take(sampler, entry, body, partial(self._admit, sampler.session_id))
 
     def _admit(self, session_id: str, num_bytes: int) -> None:
         """Note that a session is alive. `num_bytes`: of a new request; 0: it is known. Raises `Busy` where its tenant
@@ -176,12 +168,11 @@ class Service:
                 while (entry := client.next) is not None:
                     await entry.is_done.wait()
         except TimeoutError:
-            raise Refused(
-                f"{client.facts.model_id} still has {len(client.log.waiting)} requests: unload it later."
-            ) from None
+            num = len(client.log.waiting)
+            raise Refused(f"{client.facts.model_id} still has {num} requests: unload it later.") from None
         await self._drop_client(client.facts.model_id)
 
-    async def finish(self, session: Session) -> None:
+    async def finish(self, session: ClientSession) -> None:
         """End a session: its training clients, and its unnamed weights."""
         for model_id in session.clients:
             if model_id in self.clients:
@@ -191,7 +182,7 @@ class Service:
         await self.sessions.finish(session)
         await self.samples.finish(session)
         for path in paths:
-            await self.samples.drop_saves(Address.parse(path))
+            await self.samples.drop_unused_saves(WeightsAddress.parse(path))
 
     def waits_for(self, client: TrainingClient, entry: Entry | None) -> str:
         """What a training client's request waits for, as half a sentence."""
@@ -233,7 +224,7 @@ class Service:
         """Bring the adapters of sessions without a heartbeat to the disk, delete their unnamed weights, and checkpoints
         whose time is over."""
         for address in await asyncio.to_thread(self.checkpoints.expired):
-            with contextlib.suppress(NoCheckpoint):  # its client was faster
+            with contextlib.suppress(NotFound):  # its client was faster
                 await self.delete_checkpoint(address)
         oldest = time.time() - self.config.session_timeout_s
         for session in list(self.sessions.sessions.values()):
@@ -244,17 +235,17 @@ class Service:
                 for client in [self.clients[one] for one in session.clients if one in self.clients]:
                     if client.is_resident and client.next is None:
                         self.ranks.rest(client)
-            await self.sessions.forget_gone(session, self.config.keep_results)
-        for session in self.sessions.surplus(time.time() - SILENT_S):
+            await self.sessions.forget_deleted_samplers(session, self.config.keep_results)
+        for session in self.sessions.sessions_to_forget(time.time() - SILENT_S):
             await self.finish(session)
-            kept = [run for run in session.clients if await asyncio.to_thread(self.checkpoints.of_runs, run)]
+            kept = [run for run in session.clients if await asyncio.to_thread(self.checkpoints.checkpoints_of, run)]
             await self.sessions.forget(session, kept)
-        await self.sessions.make_small()
+        await self.sessions.compact()
 
-    async def delete_checkpoint(self, address: Address) -> None:
-        """Delete a checkpoint here and on the engines. Raises `NoCheckpoint`."""
+    async def delete_checkpoint(self, address: WeightsAddress) -> None:
+        """Delete a checkpoint here and on the engines. Raises `NotFound`."""
         await self.samples.publications.drop(await asyncio.to_thread(self.checkpoints.delete, address))
-        await self.samples.drop_saves(address)
+        await self.samples.drop_unused_saves(address)
 
 
 def client_id(session_id: str, number: int) -> str:
@@ -272,18 +263,33 @@ def status(service: Service, who: str) -> dict[str, Any]:
     for name in names:
         num_waiting, waiting_bytes = waiting(logs[name])
         stored = service.checkpoints.num_bytes(runs[name])
+        num_resident = sum(client.is_resident for client in clients[name])
         for metric, value in {
             table.SERVE_WAITING: num_waiting, table.SERVE_WAITING_BYTES: waiting_bytes, table.SERVE_STORED: stored,
-            table.SERVE_ADAPTERS: len(clients[name]),
-            table.SERVE_RESIDENT: sum(client.is_resident for client in clients[name]),
+            table.SERVE_ADAPTERS: len(clients[name]), table.SERVE_RESIDENT: num_resident,
         }.items():  # fmt: skip
             service.tenants.meters.put(metric, value, tenant=name)
-    facts, usage = service.backend.facts, service.tenants.usage()
+    facts, usage, now = service.backend.facts, service.tenants.usage(), time.time()
     return {
         "model": {"name": facts.name, "max_length": facts.max_length, "max_rank": facts.max_rank},
         "is_ending": service.is_ending.is_set(),
         "losses_of_ranks": service.ranks.num_losses,
-        "tenants": {name: _tenant(service, name, usage[name], sessions[name], clients[name]) for name in names},
+        "tenants": {
+            name: {
+                "share": service.tenants.configs[name].share,
+                "tokens_per_minute": service.tenants.configs[name].tokens_per_minute,
+                "paused_s": service.samples.schedule.opens_in(name, time.monotonic()),
+                "max_adapters": service.tenants.configs[name].max_adapters,
+                "max_stored_gib": service.tenants.configs[name].max_stored_gib,
+                "usage": usage[name],
+                "sessions": [
+                    {"id": one.id, "name": one.display_name, "silent_s": now - one.last_seen, "rests": one.is_resting}
+                    for one in sessions[name]
+                ],
+                "clients": [_client(service, client) for client in clients[name]],
+            }
+            for name in names
+        },
     }
 
 
@@ -297,25 +303,6 @@ def metrics(service: Service, who: str) -> str:
             head = f"# TYPE {series.metric.name} {series.metric.kind}"
             found.setdefault(head, []).append(f"{series.name}{{{shown}}} {value}")
     return "".join(f"{line}\n" for head, lines in found.items() for line in (head, *lines))
-
-
-def _tenant(
-    service: Service, name: str, usage: dict[str, Any], sessions: list[Session], clients: list[TrainingClient]
-) -> dict[str, Any]:
-    config, now = service.tenants.configs[name], time.time()
-    return {
-        "share": config.share,
-        "tokens_per_minute": config.tokens_per_minute,
-        "paused_s": service.samples.schedule.opens_in(name, time.monotonic()),
-        "max_adapters": config.max_adapters,
-        "max_stored_gib": config.max_stored_gib,
-        "usage": usage,
-        "sessions": [
-            {"id": one.id, "name": one.display_name, "silent_s": now - one.last_seen, "rests": one.is_resting}
-            for one in sessions
-        ],
-        "clients": [_client(service, client) for client in clients],
-    }
 
 
 def _client(service: Service, client: TrainingClient) -> dict[str, Any]:
@@ -338,8 +325,8 @@ def waiting(logs: Iterable[RequestLog]) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def _by_tenant(values: Iterable[tuple[str, Value]]) -> dict[str, list[Value]]:
-    found: defaultdict[str, list[Value]] = defaultdict(list)
+def _by_tenant(values: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    found: defaultdict[str, list[Any]] = defaultdict(list)
     for tenant, value in values:
         found[tenant].append(value)
     return found

@@ -1,4 +1,4 @@
-"""Who there is: sessions, training clients and sampling sessions of each tenant, as a journal of events.
+"""Sessions, training clients and sampling sessions of each tenant, as a journal of events.
 
     sessions.journal     session, client, sampler, joined, gone, dropped, finished, forgotten
 
@@ -17,16 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError, PenstockError
-from penstock.serve.journal import Header, Journal
-from penstock.serve.request_log import Gone, WrongNumber
+from penstock.serve.journal import Gone, Header, Journal, WrongNumber
+from penstock.serve.saved_weights import NotFound
 
 LARGE_BYTES = 2**20
 FORMAT = 2
 """Number of the format of a server's directory. The one before has none in its events."""
-
-
-class NotFound(PenstockError):
-    """Something that is not there, or not the tenant's."""
 
 
 class Busy(PenstockError):
@@ -76,13 +72,13 @@ class Sampler:
         """How many of the same name there were before it in its session."""
         return int(self.origin.rpartition("/")[2])
 
-    def is_same(self, other: "Sampler") -> bool:
+    def has_same_weights(self, other: "Sampler") -> bool:
         """Return whether another one asks for the same weights. A name may stand for a newer save meanwhile."""
         return (self.path, self.is_own) == (other.path, other.is_own) and other.origin in ("", self.origin)
 
 
 @dataclass
-class Session:
+class ClientSession:
     id: str
     tenant: str
     created: float
@@ -105,9 +101,9 @@ class Sessions:
     def __init__(self, directory: Path, now: float, keep: int) -> None:
         """`keep`: sessions of each tenant to remember, besides live ones. Raises `JournalError`, `ConfigError`."""
         self._journal, self._keep = Journal(directory / "sessions.journal", LARGE_BYTES), keep
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, ClientSession] = {}
         self.facts: dict[str, ClientFacts] = {}
-        """Training clients that there were, by id: the training runs."""
+        """All training clients, by id: the training runs."""
         self.open_clients: set[str] = set()
         self.uses: Counter[str] = Counter()
         """Number of sampling sessions that use each save."""
@@ -124,33 +120,32 @@ class Sessions:
             session.last_seen = now
 
     async def create(
-        self, tenant: str, key: str, now: float, metadata: Any = None, display_name: str | None = None
-    ) -> Session:
+        self, tenant: str, key: str, now: float, metadata: Any = None, name: str | None = None
+    ) -> ClientSession:
         """Make a session, or find the one that was made with this idempotency key."""
         async with self._making:
-            known = self._by_key.get((tenant, key)) if key else None
-            if known is not None:
+            if key and (known := self._by_key.get((tenant, key))) is not None:
                 return self.sessions[known]
             num = sum(session.tenant == tenant for session in self.sessions.values())
             if num >= 2 * self._keep:
                 raise Busy(f"this key has {num} sessions, twice serve.keep_sessions. Finish some (`with ServiceClient()"
                            " as client`). Those without a sign of life are forgotten after a minute.")  # fmt: skip
             session_id = str(uuid.uuid4())
-            await self._note({
+            await self._record({
                 "event": "session", "id": session_id, "tenant": tenant, "created": now, "key": key,
-                "metadata": metadata, "display_name": display_name,
+                "metadata": metadata, "display_name": name,
             })  # fmt: skip
             self.sessions[session_id].last_seen = now
             return self.sessions[session_id]
 
-    def session(self, tenant: str, session_id: str) -> Session:
+    def session(self, tenant: str, session_id: str) -> ClientSession:
         found = self.sessions.get(session_id)
         if found is None or found.tenant != tenant:
             raise NotFound(f"session {session_id!r}: there is no such session.")
         return found
 
-    def live(self, tenant: str, session_id: str) -> Session:
-        """A session that goes on. Raises `NotFound`, `Gone`."""
+    def active_session(self, tenant: str, session_id: str) -> ClientSession:
+        """A session that is not finished. Raises `NotFound`, `Gone`."""
         found = self.session(tenant, session_id)
         if found.is_over:
             raise Gone(f"session {session_id} is finished: make a new ServiceClient.")
@@ -160,7 +155,7 @@ class Sessions:
         """Add a training client, unless it was added before."""
         async with self._making:
             if facts.model_id not in self.facts:
-                await self._note({"event": "client", **asdict(facts)})
+                await self._record({"event": "client", **asdict(facts)})
 
     def run(self, tenant: str, model_id: str) -> ClientFacts:
         """A training run of a tenant's. Raises `NotFound`."""
@@ -182,13 +177,13 @@ class Sessions:
             async with self._making:
                 samplers = self.sessions[sampler.session_id].samplers
                 known = samplers.get(sampler.id)
-                if known is not None and not known.is_same(sampler):
+                if known is not None and not known.has_same_weights(sampler):
                     raise WrongNumber(f"{sampler.id} was made before, of other weights.")
                 if known is None:
                     same = [one.count for one in samplers.values() if (one.path, one.is_own) == (sampler.path, False)]
                     count = max(same, default=-1) + 1  # those before may be forgotten
                     sampler.origin = sampler.origin or f"{sampler.path.partition(':train:')[2]}/{count}"
-                    await self._note({"event": "sampler", **asdict(sampler)})
+                    await self._record({"event": "sampler", **asdict(sampler)})
                 return samplers[sampler.id]
         finally:
             self.uses[sampler.save] -= 1
@@ -204,18 +199,20 @@ class Sessions:
         """The number of one more client of a sampling session; the first has 0."""
         async with self._making:
             number = sampler.num_joined + 1
-            await self._note({"event": "joined", "session_id": sampler.session_id, "id": sampler.id, "number": number})
+            await self._record(
+                {"event": "joined", "session_id": sampler.session_id, "id": sampler.id, "number": number}
+            )
             return number
 
     async def drop_client(self, model_id: str) -> None:
         if model_id in self.open_clients:
-            await self._note({"event": "dropped", "model_id": model_id})
+            await self._record({"event": "dropped", "model_id": model_id})
 
-    async def finish(self, session: Session) -> None:
+    async def finish(self, session: ClientSession) -> None:
         if not session.is_over:
-            await self._note({"event": "finished", "id": session.id})
+            await self._record({"event": "finished", "id": session.id})
 
-    def surplus(self, silent_since: float) -> list[Session]:
+    def sessions_to_forget(self, silent_since: float) -> list[ClientSession]:
         """Sessions beyond `keep` of each tenant that may be forgotten: finished ones, then those without a training
         client, the longest silent first."""
         found, num = [], Counter(session.tenant for session in self.sessions.values())
@@ -226,17 +223,16 @@ class Sessions:
                 num[session.tenant] -= 1
         return found
 
-    async def forget(self, session: Session, runs: Collection[str]) -> None:
+    async def forget(self, session: ClientSession, runs: Collection[str]) -> None:
         """Forget a session that is finished, and its training runs but these."""
-        await self._note({"event": "forgotten", "id": session.id, "runs": list(runs)})
+        await self._record({"event": "forgotten", "id": session.id, "runs": list(runs)})
 
-    async def forget_gone(self, session: Session, keep: int) -> None:
+    async def forget_deleted_samplers(self, session: ClientSession, keep: int) -> None:
         """Forget sampling sessions whose weights are deleted, but for the newest of all."""
-        gone = [sampler.id for sampler in list(session.samplers.values())[:-keep] if sampler.is_gone]
-        if gone:
-            await self._note({"event": "gone", "session_id": session.id, "ids": gone})
+        if gone := [sampler.id for sampler in list(session.samplers.values())[:-keep] if sampler.is_gone]:
+            await self._record({"event": "gone", "session_id": session.id, "ids": gone})
 
-    async def make_small(self) -> None:
+    async def compact(self) -> None:
         """Drop what is forgotten from the journal, if that has doubled since. Raises `JournalError`."""
         async with self._making:  # what is written and not yet known would be dropped
             if self._journal.is_large:
@@ -257,7 +253,7 @@ class Sessions:
                 return event["id"] in self.sessions
         return False
 
-    async def _note(self, event: Header) -> None:
+    async def _record(self, event: Header) -> None:
         await self._journal.append({**event, "format": FORMAT})
         self._apply(event)
 
@@ -266,7 +262,7 @@ class Sessions:
         session = self.sessions.get(values.get("session_id", values.get("id", "")))
         match event["event"]:
             case "session":
-                made = self.sessions[values["id"]] = Session(**values)
+                made = self.sessions[values["id"]] = ClientSession(**values)
                 if made.key:
                     self._by_key[made.tenant, made.key] = made.id
             case "client":

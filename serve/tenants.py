@@ -24,13 +24,13 @@ from penstock.conf.secret import reveal
 from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.metering import table
 from penstock.metering.meters import COUNTER, Meters
-from penstock.serve.request_log import Entry
+from penstock.serve.journal import Entry
 
 ONLY = "default"
 """Name of the tenant of a server whose configuration has none."""
 MOST_PLAIN, MOST_BODIES = 256, 16
 OPERATOR = ""
-"""Who sees all tenants and trains nothing."""
+"""Name of the operator, who sees all tenants and trains nothing."""
 MOST_TOGETHER = 8
 """Requests of one adapter that are carried out one after the other while others wait."""
 
@@ -61,16 +61,16 @@ class Tenants:
         """Bodies without data that are read at the same time, and those with data that are read and decoded."""
         self._refused: dict[str, tuple[str, float]] = {}
 
-    def who(self, key: str) -> str | None:
+    def tenant_of(self, key: str) -> str | None:
         """The tenant that has a key; `OPERATOR`; None: nobody."""
         return self._keys.get(hash_of(key))
 
     def holder(self, head: bytes) -> str:
         """The tenant whose connection begins with this head; empty: nobody's."""
         found = re.search(rb"(?im)^(?:x-api-key:|authorization:\s*bearer\s)\s*(\S+)", head)
-        return self.who(found[1].decode("latin-1")) or "" if found is not None else ""
+        return self.tenant_of(found[1].decode("latin-1")) or "" if found is not None else ""
 
-    def note(self, tenant: str, entry: Entry, seconds: float, num_sampled: int = 0) -> None:
+    def count_request(self, tenant: str, entry: Entry, seconds: float, num_sampled: int = 0) -> None:
         """Count a request that was carried out in this time. `num_sampled`: tokens of samples."""
         is_sample, meters = entry.kind == "sample", self.meters
         tokens = num_sampled if is_sample else entry.tokens * entry.kind.startswith("forward")
@@ -93,10 +93,11 @@ class Tenants:
                 own[name] = value
         return found
 
-    def refuse(self, tenant: str, why: PenstockError, until: float) -> None:
-        """Refuse the requests of a tenant until that time."""
+    def refuse(self, tenant: str, why: PenstockError, now: float, seconds: float) -> str:
+        """Refuse the requests of a tenant for this time. Returns `refusal`."""
         logging.getLogger("penstock").warning("%s is refused: %s", tenant, why)
-        self._refused[tenant] = (str(why), until)
+        self._refused[tenant] = (str(why), now + seconds)
+        return self.refusal(tenant, now)
 
     def refusal(self, tenant: str, now: float) -> str:
         """Why requests of a tenant are refused; empty: they are not."""
@@ -169,7 +170,9 @@ class Schedule:
         allowed = [one for one in waiting if self.opens_in(one.tenant, now) == 0]
         if not allowed:
             return None
-        chosen = self._continued(allowed) or min(allowed, key=self._order)
+        chosen = self._continued(allowed) or min(
+            allowed, key=lambda one: (self._times[one.tenant], one.tenant, self._turns.get(one.queue, 0), one.queue)
+        )
         self._count(chosen, now)
         return chosen
 
@@ -186,9 +189,6 @@ class Schedule:
         if self._together >= MOST_TOGETHER:
             return None
         return next((one for one in allowed if one.queue == self._last), None)
-
-    def _order(self, one: NextRequest) -> tuple[float, str, int, str]:
-        return self._times[one.tenant], one.tenant, self._turns.get(one.queue, 0), one.queue
 
     def _count(self, chosen: NextRequest, now: float) -> None:
         self._together = self._together + 1 if chosen.queue == self._last else 1

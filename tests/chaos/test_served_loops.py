@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.serve.checkpoints import Address, Checkpoints
+from penstock.serve.saved_weights import Checkpoints, WeightsAddress
 from penstock.workers.fresh_model import build_fresh_model
 from tests.amounts import IS_MANY
 from tests.chaos.plan import NET_S, SEEDS
@@ -78,7 +78,7 @@ class Acknowledged:
 
     @property
     def run(self) -> str:
-        return Address.parse(self.saves[0]).run
+        return WeightsAddress.parse(self.saves[0]).run
 
 
 def loop(server: Served, tenant: int, is_over: Callable[[int], bool]) -> Acknowledged:
@@ -135,7 +135,7 @@ def assert_found_once(server: Served, seen: Acknowledged, plain: Acknowledged) -
     assert Counter(one.tinker_path for one in listed) == Counter(seen.saves)
     checkpoints = Checkpoints(server.directory / "serve" / "serve" / "checkpoints")
     found, expected = (
-        checkpoints.state(Address.parse(saves[len(seen.saves) - 1]), with_optimizer=True)
+        checkpoints.state(WeightsAddress.parse(saves[len(seen.saves) - 1]), with_optimizer=True)
         for saves in (seen.saves, plain.saves)
     )
     assert found.num_steps == expected.num_steps == len(seen.steps)

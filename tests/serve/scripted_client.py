@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.conf.serve import ServeConfig
-from penstock.serve.journal import JournalDamaged, JournalError
-from penstock.serve.request_log import Entry
+from penstock.serve.journal import Entry, JournalDamaged, JournalError
 from penstock.serve.service import Service, client_id
 from penstock.serve.sessions import ClientFacts
 from penstock.serve.tenants import ONLY, Tenants

@@ -2,18 +2,19 @@
 
 import asyncio
 import json
+import os
 from collections import Counter
 
 import httpx
 import pytest
 
 from penstock.conf.serve import ServeConfig
-from penstock.serve import samples, training
+from penstock.serve import samples, training_clients
 from penstock.serve.command import Server, ServerFailed
 from penstock.serve.journal import JournalDamaged, JournalError
 from penstock.serve.service import Service
 from penstock.serve.tenants import Schedule, Tenants
-from tests.serve.bad_disk import refusing
+from tests.serve.bad_disk import ERRORS, refusing
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import ScriptedClient, forward_body
 from tests.serve.test_server import Client, sample_body, serve
@@ -25,9 +26,9 @@ BRIEF = ServeConfig(port=0, poll_s=0.1, gap_s=0.2)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(training, "DISK_PAUSE_S", 0.01)
-    monkeypatch.setattr(training, "LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(training, "LOOK_S", 0.01)
+    monkeypatch.setattr(training_clients, "DISK_PAUSE_S", 0.01)
+    monkeypatch.setattr(training_clients, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(training_clients, "LOOK_S", 0.01)
     monkeypatch.setattr(samples, "LOOK_S", 0.01)
 
 
@@ -70,8 +71,8 @@ def test_a_gap_is_closed_once_the_disk_takes_it(tmp_path):
         model = (await client.result(await client.adapter(await client.session())))["model_id"]
         future = await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
         full.set()
-        training = server.service.clients[model]
-        await until(lambda: training.trouble)
+        training_clients = server.service.clients[model]
+        await until(lambda: training_clients.trouble)
         assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
         full.clear()
         assert "request 1 did not come" in (await client.result(future))["error"]
@@ -99,6 +100,26 @@ def test_a_sample_whose_result_cannot_be_written_is_drawn_again(tmp_path):
     with refusing(tmp_path, refuses):
         serve(tmp_path, act, config=BRIEF)
     assert len(refused) == 9
+
+
+def test_a_sample_whose_weights_the_disk_refuses_is_drawn_once_there_is_room(tmp_path):
+    refused = []
+
+    class Backend(FakeBackend):
+        async def publish(self, sampler, state):
+            if len(refused) < len(ERRORS):
+                refused.append(ERRORS[len(refused)])
+                raise OSError(refused[-1], os.strerror(refused[-1]))
+            await super().publish(sampler, state)
+
+    async def act(_, http):
+        client = Client(http)
+        model = (await client.result(await client.adapter(await client.session())))["model_id"]
+        sampler = await client.own_sampler(model, 1)
+        assert "sequences" in await client.result(await client.post("asample", sample_body(sampler, 0)))
+
+    serve(tmp_path, act, Backend(), BRIEF)
+    assert refused == list(ERRORS)
 
 
 def test_whoever_waits_hears_that_the_request_is_damaged(tmp_path, monkeypatch):
@@ -221,13 +242,13 @@ def test_a_request_that_was_refused_is_not_carried_out_in_place_of_the_next(tmp_
         service = Service(BRIEF, FakeBackend(), tmp_path, Tenants(BRIEF))
         await service.open()
         client = ScriptedClient(0, [])
-        training = await client.run(service)
+        training_clients = await client.run(service)
         body = {"seq_id": 1, "model_id": client.model_id}
         with refusing(tmp_path, lambda _, file: "requests" in file), pytest.raises(JournalError):
-            await client.send(service, training, 1, "optim_step", json.dumps(STEP[1] | body).encode())
-        entry = await client.send(service, training, 1, "forward_backward", json.dumps(GOOD[1] | body).encode())
+            await client.send(service, training_clients, 1, "optim_step", json.dumps(STEP[1] | body).encode())
+        entry = await client.send(service, training_clients, 1, "forward_backward", json.dumps(GOOD[1] | body).encode())
         await entry.is_done.wait()
-        assert b"grad_norm" not in training.log.answer_of(entry).body
+        assert b"grad_norm" not in training_clients.log.answer_of(entry).body
         await service.close()
 
     asyncio.run(scenario())

@@ -1,6 +1,7 @@
 """Bounds on what anybody can send: bodies, heads, connections, and what a tenant has waiting."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import socket
@@ -14,7 +15,11 @@ from penstock.conf.run import RunConfig
 from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.network.listener import MAX_PENDING
 from penstock.orchestrator.run_directory.run_directory import to_yaml
+from penstock.serve import command
 from penstock.serve.command import Server
+from penstock.serve.service import Service, status
+from penstock.serve.sessions import ClientFacts
+from penstock.serve.tenants import OPERATOR, Tenants
 from penstock.workers.protocols import Datum
 from tests.serve.fake_backend import FakeBackend
 from tests.serve.scripted_client import forward_body
@@ -85,6 +90,37 @@ def test_who_has_no_key_keeps_no_connection(tmp_path, path):
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             with connection.makefile("rb") as answer:
                 assert b" 40" in await asyncio.to_thread(answer.read)
+
+    serve(tmp_path, act, config=ServeConfig(port=0, tenants=tenants))
+
+
+def test_who_holds_most_connections_loses_the_oldest_to_who_comes_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "CONNECTIONS", 8)
+    tenants = {"alice": TenantConfig(key="tml-alice"), "bob": TenantConfig(key="tml-bob")}
+    ask = b"GET /api/v1/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: tml-alice\r\n\r\n"
+
+    async def opened(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ask)
+        assert b'{"sessions":[]}' in await reader.readuntil(b"}")
+        return reader, writer
+
+    async def act(_, http):
+        bob = Client(http, "tml-bob")
+        session = await bob.session()
+        held = [await opened(http.base_url.port) for _ in range(20)]
+        await bob.post("session_heartbeat", {"session_id": session})  # over the connection of before
+        async with httpx.AsyncClient(base_url=http.base_url) as another:
+            await Client(another, "tml-bob").post("session_heartbeat", {"session_id": session})
+        async with asyncio.timeout(60):
+            for reader, _ in held[:14]:
+                with contextlib.suppress(ConnectionError):
+                    assert not await reader.read()
+        reader, writer = held[-1]
+        writer.write(ask)
+        assert b'{"sessions":[]}' in await reader.readuntil(b"}")
+        for _, writer in held:
+            writer.close()
 
     serve(tmp_path, act, config=ServeConfig(port=0, tenants=tenants))
 
@@ -325,3 +361,29 @@ def test_the_sdk_hears_what_to_delete_and_saves_again_once_it_has(tmp_path):
         assert path.endswith("/weights/third")
 
     serve(tmp_path, act, config=ServeConfig(port=0, poll_s=0.5, tenants=tenants))
+
+
+def test_the_status_looks_at_each_session_and_run_once_whoever_has_it(tmp_path):
+    seen = []
+
+    class Watched(dict):
+        def values(self):
+            for value in super().values():
+                seen.append(value)
+                yield value
+
+    config = ServeConfig(tenants={f"tenant-{number}": TenantConfig(key=f"tml-{number}") for number in range(20)})
+
+    async def scenario():
+        service = Service(config, FakeBackend(), tmp_path, Tenants(config))
+        sessions = service.sessions
+        for name in config.tenants:
+            session = await sessions.create(name, "", 1.0)
+            await sessions.add_client(ClientFacts(f"{session.id}:train:0", session.id, name, "m", 0.0))
+        sessions.sessions, sessions.facts = Watched(sessions.sessions), Watched(sessions.facts)
+        shown = status(service, OPERATOR)["tenants"]
+        await sessions.close()
+        assert [len(one["sessions"]) for one in shown.values()] == [1] * 20
+
+    asyncio.run(scenario())
+    assert len(seen) == 40

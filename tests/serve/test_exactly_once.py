@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.serve import ServeConfig
-from penstock.serve import training
-from penstock.serve.checkpoints import Address, Checkpoints
-from penstock.serve.training import seed_of_client
+from penstock.serve import training_clients
+from penstock.serve.saved_weights import Checkpoints, WeightsAddress
+from penstock.serve.training_clients import seed_of_client
 from penstock.workers.protocols import AdamParams, AdapterSpec, Datum, LossCall
 from tests.amounts import amount
 from tests.serve.bad_disk import refusing
@@ -109,7 +109,9 @@ def run_to_the_end(directory, backend, clients, config, is_drained=False, disk=c
 
 
 def saved(directory, model_id):
-    return Checkpoints(directory / "checkpoints").state(Address(model_id, "weights", "ending"), with_optimizer=True)
+    return Checkpoints(directory / "checkpoints").state(
+        WeightsAddress(model_id, "weights", "ending"), with_optimizer=True
+    )
 
 
 @given(SCRIPTS, st.data())
@@ -125,7 +127,7 @@ def test_lost_ranks_killed_servers_and_full_disks_change_no_bit(tmp_path_factory
     client = ScriptedClient(0, script, [*order, *twice])
     directory, refused = tmp_path_factory.mktemp("run"), data.draw(st.sets(st.integers(0, 120), max_size=12))
     disk = functools.partial(refusing, directory, lambda number, _: number in refused)
-    with patch.multiple(training, DISK_PAUSE_S=0.0, LOOK_S=0.01):
+    with patch.multiple(training_clients, DISK_PAUSE_S=0.0, LOOK_S=0.01):
         states = run_to_the_end(directory, backend, [client], config, data.draw(st.booleans()), disk)
     assert_same_bits(states[0], straight(script))
     assert sorted(client.answers) == list(range(len(script) + 2))

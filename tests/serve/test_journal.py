@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.serve.journal import Journal, JournalDamaged, JournalError, RecordDropped
-from penstock.serve.request_log import Entry, RequestLog
+from penstock.serve.journal import Entry, Gone, Journal, JournalDamaged, JournalError, RequestLog
 from penstock.serve.sdk_messages import failure, plain
 from tests.amounts import amount
 
@@ -194,7 +193,7 @@ def test_a_rewrite_goes_on_when_its_caller_is_cancelled(tmp_path):
         rewriting.cancel()
         await journal.append({"seq": 3}, b"3")
         assert journal.read(places[1]) == b"1"
-        with pytest.raises(RecordDropped):
+        with pytest.raises(Gone):
             journal.read(places[0])
         await journal.close()
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.conf.serve import ServeConfig, TenantConfig
-from penstock.serve import training
+from penstock.serve import training_clients
 from penstock.serve.backend import BackendFailed, DeadlyRequest
 from penstock.serve.command import Server, ServerFailed
 from tests.serve.fake_backend import FakeBackend
@@ -48,7 +48,7 @@ def test_who_loses_ranks_again_and_again_is_refused_for_a_while(tmp_path, monkey
         assert "error" not in await forward(bob, his, 1)
         assert server.service.trouble == ""
         later = time.monotonic() + backend.window_s
-        monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: later, time=time.time))
+        monkeypatch.setattr(training_clients, "time", SimpleNamespace(monotonic=lambda: later, time=time.time))
         assert "error" not in await forward(alice, hers, 4)
 
     serve(tmp_path, act, backend, CONFIG)

@@ -11,9 +11,9 @@ import pytest
 
 from penstock.conf.errors import DataError
 from penstock.conf.serve import ServeConfig
-from penstock.serve import checkpoints
-from penstock.serve.checkpoints import Address, Checkpoint, Checkpoints, NoCheckpoint, read_spec
+from penstock.serve import saved_weights
 from penstock.serve.command import Server
+from penstock.serve.saved_weights import Checkpoint, Checkpoints, NotFound, WeightsAddress, read_spec
 from penstock.serve.service import Service
 from penstock.serve.tenants import Tenants
 from penstock.workers.protocols import AdapterSpec
@@ -197,7 +197,7 @@ def test_a_save_that_dies_between_state_and_facts_leaves_the_one_before(tmp_path
     saves = Checkpoints(tmp_path)
     before = saves.save(facts(3), state(2), overwrite=False)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "write_whole", lambda *_, **__: 1 / 0)
+        patch.setattr(saved_weights, "write_whole", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             saves.save(facts(4), state(3), overwrite=True)
     assert (saves.get(before), read_spec(saves.file(before)).rank) == (before, 2)
@@ -217,10 +217,10 @@ def test_checkpoints_of_the_version_before_are_read_overwritten_and_deleted(tmp_
     saves.save(facts(4), state(3), overwrite=True)
     assert read_spec(saves.file(address)).rank == 3
     old = "run/weights/name/state.safetensors"
-    assert saves.superseded(address) == [old]
+    assert saves.superseded_saves(address) == [old]
     assert saves.file(address, old).exists()
     saves.delete(address)
-    with pytest.raises(NoCheckpoint):
+    with pytest.raises(NotFound):
         saves.file(address)
     saves.remove(old)
     assert not folder.exists()
@@ -242,13 +242,13 @@ def test_a_power_cut_loses_nothing_that_was_answered(tmp_path):
         key, model, path, seq = promised
         known = (place / "key.sha256").read_text() if (place / "key.sha256").exists() else ""
         tenants = Tenants(ServeConfig(), "", known)
-        assert tenants.who(key) is not None
+        assert tenants.tenant_of(key) is not None
         service = Service(ServeConfig(), FakeBackend(), place, tenants)
         await service.open()
         assert not model or model in service.sessions.open_clients
         saves = Checkpoints(place / "checkpoints")
-        assert not path or saves.get(Address.parse(path)).seq >= seq
-        assert not path or saves.state(Address.parse(path), with_optimizer=False).tensors
+        assert not path or saves.get(WeightsAddress.parse(path)).seq >= seq
+        assert not path or saves.state(WeightsAddress.parse(path), with_optimizer=False).tensors
         await service.close()
 
     async def every_life():

@@ -35,9 +35,9 @@ def test_finished_sessions_leave_memory_and_disk(tmp_path, monkeypatch, num):
             await sessions.add_client(ClientFacts(f"{session.id}:train:0", session.id, "alice", "m", 0.0))
             await sessions.add_sampler(Sampler(f"{session.id}:sample:0", session.id, "", is_own=False))
             await sessions.finish(session)
-            for old in sessions.surplus(0.0):
+            for old in sessions.sessions_to_forget(0.0):
                 await sessions.forget(old, [])
-            await sessions.make_small()
+            await sessions.compact()
             sizes.append((tmp_path / "sessions.journal").stat().st_size)
         assert [one.key for one in sessions.sessions.values()] == [f"key-{number}" for number in range(num - 3, num)]
         assert len(sessions.facts) == 3
@@ -59,7 +59,7 @@ def test_what_is_made_while_the_journal_is_made_small_is_known_after_a_start(tmp
         sessions, made = Sessions(tmp_path, 0.0, keep=99), []
         for number in range(20):
             creating = [asyncio.create_task(sessions.create("alice", f"{number}-{key}", 0.0)) for key in "abc"]
-            await asyncio.gather(sessions.make_small(), *creating)
+            await asyncio.gather(sessions.compact(), *creating)
             made += [task.result().id for task in creating]
         await sessions.close()
         return made
@@ -76,7 +76,7 @@ def test_events_that_come_while_their_session_ends_keep_no_server_from_starting(
         for sampler in samplers[:2]:
             (await sessions.add_sampler(sampler)).is_gone = True
         await asyncio.gather(
-            sessions.finish(session), sessions.join(samplers[0]), sessions.forget_gone(session, 1),
+            sessions.finish(session), sessions.join(samplers[0]), sessions.forget_deleted_samplers(session, 1),
             sessions.add_sampler(samplers[2]),
         )  # fmt: skip
         await sessions.close()
@@ -147,7 +147,7 @@ def test_who_lives_or_trains_is_never_forgotten(tmp_path):
         await sessions.create("bob", "a", 10.0)
         lives.last_seen = 90.0
         await sessions.finish(ended)
-        assert sessions.surplus(50.0) == [ended, silent]
+        assert sessions.sessions_to_forget(50.0) == [ended, silent]
         await sessions.close()
 
     asyncio.run(scenario())
@@ -163,7 +163,7 @@ def test_deleted_unnamed_weights_are_forgotten_and_later_seeds_are_new(tmp_path)
             added = await sessions.add_sampler(own)
             added.is_gone = own.is_own
         origins = {sampler.origin for sampler in session.samplers.values()}
-        await sessions.forget_gone(session, 2)
+        await sessions.forget_deleted_samplers(session, 2)
         assert [sampler.number for sampler in session.samplers.values()] == [1, 3, 4, 5]
         later = await sessions.add_sampler(Sampler(f"{session.id}:sample:9", session.id, "run", is_own=False))
         assert later.origin not in origins

@@ -18,6 +18,7 @@ from penstock.serve.sdk_messages import (
     SampleRequest,
     TooLarge,
     adapter_spec,
+    decompress,
     forward_answer,
     forward_call,
     numbered,
@@ -25,7 +26,6 @@ from penstock.serve.sdk_messages import (
     read,
     sample_answer,
     sample_request,
-    unpacked,
 )
 from penstock.workers.agents.gateway.client_errors import BadRequest
 from penstock.workers.protocols import (
@@ -151,8 +151,8 @@ def test_samples_have_a_seed_and_room():
 
 def test_a_small_body_that_unpacks_to_a_large_one_is_refused():
     packed = zstandard.ZstdCompressor().compress(bytes(10**6))
-    assert unpacked(packed, "zstd", 10**6) == bytes(10**6)
+    assert decompress(packed, "zstd", 10**6) == bytes(10**6)
     with pytest.raises(TooLarge, match="max_body_mib"):
-        unpacked(packed, "zstd", 10**6 - 1)
+        decompress(packed, "zstd", 10**6 - 1)
     with pytest.raises(BadRequest, match="no zstd"):
-        unpacked(b"abc", "zstd", 100)
+        decompress(b"abc", "zstd", 100)

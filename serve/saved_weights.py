@@ -3,10 +3,10 @@
     checkpoints/RUN/weights/NAME/           state-N.safetensors, checkpoint.json: with optimizer
     checkpoints/RUN/sampler_weights/NAME/   the same, weights alone
 
-Clients know them as tinker://RUN/weights/NAME. Each save has a file of its own, by the number N of its request, and
-`checkpoint.json` names the newest: it is written last, so an overwrite happens at once or not at all. Older saves stay
-as long as sampling sessions name them. A state is a file of safetensors, whose metadata has its spec and its number of
-steps; it is seen whole or not at all, after a power cut too.
+Clients name them tinker://RUN/weights/NAME. Each save has a file of its own, by the number N of its request, and
+`checkpoint.json` names the newest. It is written last, so an overwrite is atomic. Older saves stay as long as sampling
+sessions use them. A state is a file of safetensors, whose metadata has its spec and its number of steps; it is complete
+or absent, after a power cut too.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from safetensors.numpy import save, save_file
 
 from penstock.conf.errors import DataError
 from penstock.orchestrator.loops.verbs import NAME
-from penstock.serve.journal import JournalError, refusals
+from penstock.serve.journal import JournalError, disk_errors
 from penstock.workers.protocols import AdapterSpec, AdapterState
 from penstock.workers.rollout.named_adapters import peft_files
 from penstock.workers.runtime.local_files import replacing, write_whole
@@ -38,12 +38,12 @@ STATE, FACTS = "state.safetensors", "checkpoint.json"
 """Names of a training state in an archive and in the version before, and of the facts."""
 
 
-class NoCheckpoint(DataError):
-    """A checkpoint that is not there, or not the tenant's."""
+class NotFound(DataError):
+    """Something that is not there, or not the tenant's."""
 
 
 @dataclass(frozen=True)
-class Address:
+class WeightsAddress:
     """The name of a checkpoint."""
 
     run: str
@@ -51,11 +51,11 @@ class Address:
     name: str
 
     @classmethod
-    def parse(cls, path: str) -> "Address":
-        """Parse tinker://RUN/weights/NAME. Raises `NoCheckpoint`."""
+    def parse(cls, path: str) -> "WeightsAddress":
+        """Parse tinker://RUN/weights/NAME. Raises `NotFound`."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in FOLDERS or not NAME.fullmatch(parts[2]):
-            raise NoCheckpoint(f"{path[:200]!r} is no path of weights here: {SCHEME}RUN/weights/NAME or "
+            raise NotFound(f"{path[:200]!r} is no path of weights here: {SCHEME}RUN/weights/NAME or "
                                f"{SCHEME}RUN/sampler_weights/NAME.")  # fmt: skip
         return cls(*parts)
 
@@ -65,8 +65,8 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Checkpoint(Address):
-    """What is told of a checkpoint. Times in seconds since 1970."""
+class Checkpoint(WeightsAddress):
+    """The facts of a checkpoint. Times in seconds since 1970."""
 
     seq: int
     """Number of the request that saved it."""
@@ -83,10 +83,10 @@ class Checkpoint(Address):
         return f"{_safe(self.run)}/{self.folder}/{self.name}/{self.file}"
 
     @property
-    def is_over(self) -> bool:
+    def is_expired(self) -> bool:
         return self.expires is not None and self.expires <= time.time()
 
-    def told(self) -> dict[str, Any]:
+    def sdk_fields(self) -> dict[str, Any]:
         """The checkpoint as the SDK reads it."""
         return {
             "checkpoint_id": f"{self.folder}/{self.name}", "checkpoint_type": FOLDERS[self.folder],
@@ -124,59 +124,59 @@ class Checkpoints:
             file = f"state-{facts.seq}.safetensors"
             size = write_state(self._folder(facts) / file, state)
             self._measure(_safe(facts.run))
-            return self._note(replace(facts, size_bytes=size, file=file))
+            return self._record(replace(facts, size_bytes=size, file=file))
 
-    def get(self, address: Address) -> Checkpoint:
+    def get(self, address: WeightsAddress) -> Checkpoint:
         found = self._find(address)
-        if found is None or found.is_over:
+        if found is None or found.is_expired:
             raise _missing(address)
         return found
 
-    def state(self, address: Address, *, with_optimizer: bool) -> AdapterState:
+    def state(self, address: WeightsAddress, *, with_optimizer: bool) -> AdapterState:
         file = self.file(address)
         if with_optimizer and address.folder != "weights":
             raise DataError(f"{address.path} has no optimizer: load it without, or a checkpoint of save_state.")
         return read_state(file, with_optimizer=with_optimizer)
 
-    def file(self, address: Address, save: str = "") -> Path:
-        """File of a save, by default the newest. Raises `NoCheckpoint`."""
+    def file(self, address: WeightsAddress, save: str = "") -> Path:
+        """File of a save, by default the newest. Raises `NotFound`."""
         file = self._directory / (save or self.get(address).save)
         if not file.exists():
             raise _missing(address)
         return file
 
-    def of_runs(self, *runs: str) -> list[Checkpoint]:
+    def checkpoints_of(self, *runs: str) -> list[Checkpoint]:
         """All of training runs, oldest first."""
-        found = [one for run in runs for one in self._all(_safe(run)) if not one.is_over]
+        found = [one for run in runs for one in self._all(_safe(run)) if not one.is_expired]
         return sorted(found, key=lambda one: (one.time, one.seq))
 
     def num_bytes(self, runs: Iterable[str]) -> int:
         """Bytes of all saves of training runs, also of those that no name stands for any more."""
         return sum(self._sizes.get(_safe(run), 0) for run in runs)
 
-    def expired(self) -> list[Address]:
+    def expired(self) -> list[WeightsAddress]:
         """Addresses of those whose time is over, and that still take room."""
-        return [one for one in self._all("*") if one.is_over]
+        return [one for one in self._all("*") if one.is_expired]
 
-    def expire(self, address: Address, ttl_s: int | None) -> None:
+    def expire(self, address: WeightsAddress, ttl_s: int | None) -> None:
         """Set the time after which a checkpoint is gone; None: never."""
-        self._note(replace(self.get(address), expires=None if ttl_s is None else time.time() + ttl_s))
+        self._record(replace(self.get(address), expires=None if ttl_s is None else time.time() + ttl_s))
 
-    def delete(self, address: Address) -> Path:
-        """Delete a name and its newest save, expired or not. Returns the file of the save. Raises `NoCheckpoint`."""
+    def delete(self, address: WeightsAddress) -> Path:
+        """Delete a name and its newest save, expired or not. Returns the file of the save. Raises `NotFound`."""
         facts = self._find(address)
         if facts is None:
             raise _missing(address)
         (self._folder(address) / FACTS).unlink()
         return self.remove(facts.save)
 
-    def superseded(self, address: Address | None = None) -> list[str]:
+    def superseded_saves(self, address: WeightsAddress | None = None) -> list[str]:
         """Saves that a name no longer stands for; None: of all names."""
         folders = self._directory.glob("*/*/*") if address is None else [self._folder(address)]
         found = []
         with self._lock:
             for folder in folders:
-                facts = self._find(Address(*folder.parts[-3:]))
+                facts = self._find(WeightsAddress(*folder.parts[-3:]))
                 kept = {FACTS, facts.file} if facts is not None else set()
                 found += [file for file in folder.glob("[!.]*") if file.name not in kept]
         return sorted(str(file.relative_to(self._directory)) for file in found)
@@ -191,7 +191,7 @@ class Checkpoints:
             file.parent.rmdir()
         return file
 
-    def archive(self, address: Address) -> Iterator[bytes]:
+    def archive(self, address: WeightsAddress) -> Iterator[bytes]:
         """A tar of a checkpoint, in parts: the adapter as PEFT reads it, and for training its whole state."""
         facts, state = self.get(address), self.state(address, with_optimizer=address.folder == "weights")
         is_whole, weights = state.spec.is_whole, state.weights()
@@ -209,35 +209,35 @@ class Checkpoints:
     def _all(self, runs: str) -> list[Checkpoint]:
         """Those of the runs whose directories a pattern names."""
         files = self._directory.glob(f"{runs}/*/*/{FACTS}")
-        found = (self._find(Address(*file.parts[-4:-1])) for file in files)
+        found = (self._find(WeightsAddress(*file.parts[-4:-1])) for file in files)
         return [one for one in found if one is not None]
 
     def _measure(self, run: str) -> None:
         self._sizes[run] = sum(file.stat().st_size for file in self._directory.glob(f"{run}/*/*/state*"))
 
-    def _find(self, address: Address) -> Checkpoint | None:
+    def _find(self, address: WeightsAddress) -> Checkpoint | None:
         """The facts of a checkpoint; None if there is none. Raises `JournalError`."""
         file = self._folder(address) / FACTS
         try:
-            with refusals(file):
+            with disk_errors(file):
                 return Checkpoint(**json.loads(file.read_text()))
         except JournalError:
             if file.exists():
                 raise
             return None
 
-    def _note(self, facts: Checkpoint) -> Checkpoint:
+    def _record(self, facts: Checkpoint) -> Checkpoint:
         file = self._folder(facts) / FACTS
-        with refusals(file):
+        with disk_errors(file):
             write_whole(file, json.dumps(asdict(facts)), synced=True)
         return facts
 
-    def _folder(self, address: Address) -> Path:
+    def _folder(self, address: WeightsAddress) -> Path:
         return self._directory / _safe(address.run) / address.folder / address.name
 
 
-def _missing(address: Address) -> NoCheckpoint:
-    return NoCheckpoint(f"{address.path}: there is no such checkpoint. `list_checkpoints` names those there are.")
+def _missing(address: WeightsAddress) -> NotFound:
+    return NotFound(f"{address.path}: there is no such checkpoint. `list_checkpoints` lists them.")
 
 
 def iso(seconds: float) -> str:
@@ -247,7 +247,7 @@ def iso(seconds: float) -> str:
 def _safe(run: str) -> str:
     """The name of a training run as the name of a directory."""
     if not NAME.fullmatch(run.replace(":", "_")):
-        raise NoCheckpoint(f"{run[:100]!r} is no training run of this server.")
+        raise NotFound(f"{run[:100]!r} is no training run of this server.")
     return run.replace(":", "_")
 
 
@@ -256,7 +256,7 @@ def write_state(file: Path, state: AdapterState) -> int:
     metadata = {"spec": json.dumps(asdict(state.spec)), "num_steps": str(state.num_steps)}
     tensors = {name: np.ascontiguousarray(value, np.float32) for name, value in state.tensors.items()}
     try:
-        with refusals(file):
+        with disk_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file, synced=True) as part:
                 save_file(tensors, part, metadata)
@@ -283,7 +283,7 @@ def read_spec(file: Path) -> AdapterSpec:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        with refusals(file), file.open("rb"), safe_open(file, framework="numpy") as source:  # which names no cause
+        with disk_errors(file), file.open("rb"), safe_open(file, framework="numpy") as source:  # which names no cause
             yield source
     except (JournalError, SafetensorError, KeyError, ValueError, TypeError) as error:
         if isinstance(error, JournalError) and file.exists():
