@@ -134,7 +134,7 @@ class Filled:
 
     def writer(self, node: str = "") -> tuple[str, Arena]:
         name = f"writer{next(self._names)}"
-        self.segments.entered(name, lambda: None, node)
+        self.segments.add_client(name, lambda: None, node)
         return name, Arena((str(self.segments.directory), str(self.segments.spill)), name)
 
     async def put_large(self, num_segments: int, num_bytes: int, node: str = "") -> str:

@@ -122,8 +122,8 @@ class SimulatedStore:
     def ask(self, request: LeaseRequest, given: Callable[[list[HeldLease]], None]) -> None:
         """Ask for leases. `given` is called with them in this request's turn."""
         index = self._index[request.stage]
-        self.clients.asked(request)
-        self._allotments[index].asked(request)
+        self.clients.note_request(request)
+        self._allotments[index].note_request(request)
         self._asking[index][request.client] = Asking(request, given)
         self._due.stages |= 1 << index
 
@@ -164,7 +164,7 @@ class SimulatedStore:
             if group not in self.ledger.residents.groups:
                 self.notes.pop(group, None)
         for lease_id, group in effects.superseded:
-            if (client := self.clients.of_lease(lease_id)) is not None:
+            if (client := self.clients.client_of(lease_id)) is not None:
                 self.superseded(client, lease_id, group)
 
     def settle(self) -> None:
@@ -189,7 +189,7 @@ class SimulatedStore:
             look()
         while asking and stage.num_free:
             requests = [one.request for one in islice(asking.values(), CALLERS_EXAMINED)]
-            first = allotment.first(requests) if len(requests) > 1 else requests[0]
+            first = allotment.next_request(requests) if len(requests) > 1 else requests[0]
             if not self._give(allotment, asking, first, requests):
                 self._be_patient(index)
                 return

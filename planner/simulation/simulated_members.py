@@ -161,7 +161,7 @@ class ScorerTeam:
             return
         self._store.granted(made.lease_id, self.stage, owner)
         self._is_busy = True
-        parts = [part for rank in range(self._num_shares) if (part := ledger.share(made, rank))]
+        parts = [part for rank in range(self._num_shares) if (part := ledger.rows_of_rank(made, rank))]
         tokens = [tokens_of(self._store, part) for part in parts]
         seconds = max(self._durations.stage_s(self.stage, len(p), t) for p, t in zip(parts, tokens, strict=True))
         self.busy_s += seconds

@@ -156,7 +156,7 @@ class SimulatedTrainer:
         if not self._turn_s:
             self._formed()
         groups, size = ledger.residents.groups, ledger.residents.size
-        step.parts = [ledger.share(made, rank) for rank in range(self._num_shares)]
+        step.parts = [ledger.rows_of_rank(made, rank) for rank in range(self._num_shares)]
         step.lengths = []
         for part in step.parts:
             lengths = []

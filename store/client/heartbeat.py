@@ -12,14 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 from penstock.conf.errors import PartnerGone, StoreError, WorkerDied
-from penstock.network.connection import Connection, connect, connect_path
+from penstock.network.connection import Connection
 from penstock.store.data.codec import NOTHING, Codec, Malformed
 from penstock.store.service.store import Store
-from penstock.store.service.store_server import STORE_SERVICE, Endpoint
 from penstock.store.service.wire import ANSWER, HELLO, MESSAGE, ClientMessage, Hello, StoreAnswer, calls_of
 
 BEATS_PER_TIMEOUT = 3
@@ -104,20 +102,6 @@ class ConnectionRenewer:
             raise Malformed(f"the store sends a message of kind {frame.kind}.")
         answer: StoreAnswer[Over] = self._codec.decode(StoreAnswer[Over], frame.body, NOTHING)
         return answer
-
-
-def renewer_over_socket(path: Path, client: str) -> ConnectionRenewer:
-    return ConnectionRenewer(lambda timeout_s: Connection(connect_path(path), timeout_s), path, client)
-
-
-def renewer_over_tcp(endpoint: Endpoint, client: str) -> ConnectionRenewer:
-    address = endpoint.address
-    assert address is not None
-
-    def connected(timeout_s: float) -> Connection:
-        return connect(address, STORE_SERVICE, endpoint.token, timeout_s, silence_s=timeout_s)
-
-    return ConnectionRenewer(connected, address, client)
 
 
 class Heartbeat:

@@ -20,8 +20,8 @@ import pyarrow as pa
 from msgspec import Raw
 
 from penstock.conf.errors import NotPlainData, PartnerGone, StoreDied
-from penstock.network.connection import SILENCE_S, connect, connect_path
-from penstock.store.client.heartbeat import InProcessRenewer, LeaseRenewer, renewer_over_socket, renewer_over_tcp
+from penstock.network.connection import SILENCE_S, Connection, connect, connect_path
+from penstock.store.client.heartbeat import ConnectionRenewer, InProcessRenewer, LeaseRenewer
 from penstock.store.data.block_index import Payload
 from penstock.store.data.codec import InlineBatch, Malformed, SegmentRef, SentBatch
 from penstock.store.data.remote_rows import RemoteReader, RowsNode
@@ -140,7 +140,7 @@ class LazyLink:
         self.found: Link | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
-        link = self.found or await self._find_once()
+        link = self.found or await self._find_link()
         return await link.call(method, *args)
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +152,7 @@ class LazyLink:
         if self.found is not None:
             await self.found.leave()
 
-    async def _find_once(self) -> Link:
+    async def _find_link(self) -> Link:
         async with self._finding:
             self.found = self.found or await self._find()
         if self._has_left:  # meanwhile
@@ -212,6 +212,9 @@ class ConnectionLink:
     """Calls over a connection. Large batches lie on the writer's node: on the reader's own node they are mapped, from
     another they are pulled."""
 
+    _where: object
+    """The address of the store, for people."""
+
     def __init__(
         self,
         endpoint: Endpoint,
@@ -232,10 +235,10 @@ class ConnectionLink:
         self._lost: PartnerGone | StoreUnreachable | None = None
         """The error that ended the connection; None while it is open."""
         self._node = node
-        self._say_ended_soon = DebouncedCall(asyncio.get_running_loop(), self._say_ended)
+        self._report_ended_soon = DebouncedCall(asyncio.get_running_loop(), self._report_ended)
         self._arena = Arena(writing, client, node or "") if writing else None
-        self._mappings = SegmentMappings(reading, self._say_ended_soon)
-        self._pulls: RemoteReader | None = None
+        self._mappings = SegmentMappings(reading, self._report_ended_soon)
+        self._remote: RemoteReader | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the store. Raises what the store does, and `PartnerGone` or `StoreUnreachable` if the
@@ -248,7 +251,7 @@ class ConnectionLink:
             self._mappings.skip(ended)  # they are with the next call
             raise
         except ConnectionError:
-            raise self._lost_error() from None
+            raise self._new_loss_error() from None
         answer = asyncio.get_running_loop().create_future()
         self._answers[number] = method, answer
         try:
@@ -293,13 +296,13 @@ class ConnectionLink:
         self.wire.abort()
 
     def _remote_reader(self) -> RemoteReader:
-        if self._pulls is None:
+        if self._remote is None:
             endpoint = self._endpoint
             own = {"": endpoint.address} if endpoint.address is not None else {}
-            self._pulls = RemoteReader(endpoint.nodes.addresses | own, endpoint.token, self._node)
-        return self._pulls
+            self._remote = RemoteReader(endpoint.nodes.addresses | own, endpoint.token, self._node)
+        return self._remote
 
-    def _say_ended(self) -> None:
+    def _report_ended(self) -> None:
         """Tell the store which readings have ended, where no call has taken that along: the store would hold on to
         their files."""
         ended = self._mappings.ended()
@@ -309,7 +312,7 @@ class ConnectionLink:
     def _apply_notice(self, notice: SegmentNotice) -> None:
         """Apply what the store says of segments."""
         if self._arena is not None:
-            self._arena.recycled(notice.recycled)
+            self._arena.take_back(notice.recycled)
             self._arena.forget(notice.removed)
         self._mappings.forget(notice.removed)
 
@@ -336,30 +339,27 @@ class ConnectionLink:
             answer.set_exception(heard.error)
 
     def _on_lost(self, error: Exception | None) -> None:
-        self._lost = self._lost or self._explained(error)
-        if self._pulls is not None:
-            self._pulls.close()
+        self._lost = self._lost or self._loss_reason(error)
+        if self._remote is not None:
+            self._remote.close()
         for _, answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(self._lost_error())
+                answer.set_exception(self._new_loss_error())
 
-    def _explained(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
+    def _loss_reason(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
         return PartnerGone(f"the store's process is gone: {self._where} has closed{f' ({error})' if error else ''}.")
 
-    def _lost_error(self) -> StoreError | PartnerGone:
+    def _new_loss_error(self) -> StoreError | PartnerGone:
         """A new error for each caller that gets it: each adds its traceback."""
-        lost = self._lost or self._explained(None)
+        lost = self._lost or self._loss_reason(None)
         return type(lost)(str(lost))
-
-    @property
-    def _where(self) -> str:
-        return self._endpoint.path
 
 
 class SocketLink(ConnectionLink):
     """A connection over the store's socket, on its machine."""
 
     def __init__(self, endpoint: Endpoint, client: str, calls: CallTypes) -> None:
+        self._where = endpoint.path
         super().__init__(endpoint, client, calls, "", endpoint.segments, endpoint.segments)
 
     @classmethod
@@ -376,13 +376,15 @@ class SocketLink(ConnectionLink):
         return link
 
     def lease_renewer(self) -> LeaseRenewer:
-        return renewer_over_socket(Path(self._endpoint.path), self._client)
+        path = Path(self._endpoint.path)
+        return ConnectionRenewer(lambda timeout_s: Connection(connect_path(path), timeout_s), path, self._client)
 
 
 class TcpLink(ConnectionLink):
     """A connection from another machine: the kernel notices when that or the link to it is gone, within `SILENCE_S`."""
 
     def __init__(self, endpoint: Endpoint, client: str, calls: CallTypes, node: RowsNode | None) -> None:
+        self._where = endpoint.address
         places = node.places if node is not None else ()
         # What shared memory has no room for goes to the store by value: the directory on disk is its server's.
         super().__init__(endpoint, client, calls, node.id if node is not None else None, places, places[:1])
@@ -415,17 +417,19 @@ class TcpLink(ConnectionLink):
         return link
 
     def lease_renewer(self) -> LeaseRenewer:
-        return renewer_over_tcp(self._endpoint, self._client)
+        address, token = self._endpoint.address, self._endpoint.token
+        assert address is not None
 
-    def _explained(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
+        def connected(timeout_s: float) -> Connection:
+            return connect(address, STORE_SERVICE, token, timeout_s, silence_s=timeout_s)
+
+        return ConnectionRenewer(connected, address, self._client)
+
+    def _loss_reason(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
         if error is None or isinstance(error, ConnectionError):  # its machine has said so
-            return super()._explained(error)
+            return super()._loss_reason(error)
         return StoreUnreachable(
             f"nothing was heard of the store at {self._where} for {SILENCE_S:g} s ({error}): its machine is gone, or "
             "the network between. See that both are well, and that no firewall drops connections that are idle; then "
             "resume the run."
         )
-
-    @property
-    def _where(self) -> str:
-        return str(self._endpoint.address)

@@ -62,37 +62,32 @@ class CallBatcher:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._waiting: list[Outgoing] = []
-        self._flight: asyncio.Task[Any] | None = None
+        self._in_flight: asyncio.Task[Any] | None = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The result of that method of the store, which must be one that does not wait. Raises what it raises."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((method, arguments, future))
-        if self._flight is None:
-            self._take_off()
+        if self._in_flight is None:
+            self._send_waiting()
         return await future
 
-    def _take_off(self) -> None:
+    def _send_waiting(self) -> None:
         sent, self._waiting = self._waiting, []
         calls = [(method, arguments) for method, arguments, _ in sent]
         flight = asyncio.get_running_loop().create_task(self._link.call("many", calls))
-        flight.add_done_callback(lambda flight: self._landed(sent, flight))
-        self._flight = flight
+        flight.add_done_callback(lambda flight: self._on_answer(sent, flight))
+        self._in_flight = flight
 
-    def _landed(self, sent: list[Outgoing], flight: "asyncio.Task[Any]") -> None:
+    def _on_answer(self, sent: list[Outgoing], flight: "asyncio.Task[Any]") -> None:
         """Give every caller its result: the message has been answered, or the store's process is gone."""
-        self._flight = None
+        self._in_flight = None
         if self._waiting:
-            self._take_off()
+            self._send_waiting()
         failure = asyncio.CancelledError() if flight.cancelled() else flight.exception()
         results = [(None, failure)] * len(sent) if failure is not None else flight.result()
         for (_, _, future), (value, error) in zip(sent, results, strict=True):
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+            _deliver(future, value, error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +123,7 @@ class PutBatcher:
         incoming = PendingPut(next(self._tickets), batch, facts, slot, numbers)
         self._waiting.append(incoming)
         if self._putting is None:
-            self._next()
+            self._send_small()
         try:
             return await numbers
         except asyncio.CancelledError:
@@ -150,7 +145,7 @@ class PutBatcher:
         if not asking.cancelled():
             asking.exception()  # the store is gone, and the groups with it
 
-    def _next(self) -> None:
+    def _send_small(self) -> None:
         """Send the waiting groups, as far as they are small."""
         first = self._waiting[0]
         small = itertools.takewhile(self._is_small, self._waiting)
@@ -160,7 +155,7 @@ class PutBatcher:
         facts = first.facts if count == 1 else Facts.concat([one.facts for one in sent])
         tickets = [one.ticket for one in sent for _ in range(one.batch.num_rows)]
         self._putting = asyncio.ensure_future(self._send(batch, facts, first, tickets))
-        self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
+        self._putting.add_done_callback(lambda putting: self._on_answer(sent, putting))
 
     async def _send(self, batch: pa.RecordBatch, facts: Facts, first: PendingPut, tickets: list[int]) -> list[int]:
         sent = self._link.ship(batch, self._inline_bytes, first.slot)
@@ -170,21 +165,26 @@ class PutBatcher:
     def _is_small(self, one: PendingPut) -> bool:
         return one.slot is None and sum(one.facts.row_bytes) <= self._inline_bytes
 
-    def _landed(self, sent: list[PendingPut], putting: "asyncio.Task[list[int]]") -> None:
+    def _on_answer(self, sent: list[PendingPut], putting: "asyncio.Task[list[int]]") -> None:
         self._putting = None
         if self._waiting:
-            self._next()
+            self._send_small()
         failure = asyncio.CancelledError() if putting.cancelled() else putting.exception()
         start = 0
         for one in sent:
             end = start + one.batch.num_rows
-            if one.numbers.done():
-                pass
-            elif failure is not None:
-                one.numbers.set_exception(failure)
-            else:
-                one.numbers.set_result(putting.result()[start:end])
+            _deliver(one.numbers, None if failure is not None else putting.result()[start:end], failure)
             start = end
+
+
+def _deliver(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    """Give a caller its result, unless it waits no more."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
 
 
 def values_by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
@@ -232,7 +232,7 @@ class StoreClient:
     def _connect(self, handle: "Store | Any", node: str | None) -> None:
         self.link = link_to(handle, self.name, node)
         self._calls = CallBatcher(self.link)
-        self._puts_out = PutBatcher(self.link, self.name)
+        self._puts = PutBatcher(self.link, self.name)
         self.heartbeat = Heartbeat()
         self._known: StoreSpec | None = None
 
@@ -264,7 +264,7 @@ class StoreClient:
                 if slot is not None:
                     slot.give_back()
             raise
-        put = [self._puts_out.put(batch, facts, spec.inline_bytes, slot) for batch, facts, slot in encoded]
+        put = [self._puts.put(batch, facts, spec.inline_bytes, slot) for batch, facts, slot in encoded]
         return await put[0] if len(put) == 1 else list(itertools.chain.from_iterable(await asyncio.gather(*put)))
 
     async def become_source(self) -> int:
@@ -361,7 +361,7 @@ class StoreClient:
 
     async def until_closed(self) -> None:
         """Wait until the store has closed, or this client has retired. For members that lease nothing."""
-        hearing = asyncio.ensure_future(self._closed())
+        hearing = asyncio.ensure_future(self._wait_until_closed())
         try:
             while not (hearing.done() or self.has_retired):
                 await asyncio.wait([hearing], timeout=RETIRED_POLL_S)
@@ -370,7 +370,7 @@ class StoreClient:
         finally:
             hearing.cancel()
 
-    async def _closed(self) -> None:
+    async def _wait_until_closed(self) -> None:
         while await self.superseded() is not None:
             pass
 

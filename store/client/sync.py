@@ -29,8 +29,7 @@ class SyncStoreClient:
 
     def __init__(self, handle: "Store | Any") -> None:
         self._client = StoreClient(handle)
-        first = handle[0] if isinstance(handle, list | tuple) else handle
-        self._store = first if isinstance(first, Store) else None
+        self._store = handle if isinstance(handle, Store) else None
         self._own: asyncio.AbstractEventLoop | None = None
         self._under_way: set[concurrent.futures.Future[Any]] = set()
         self._has_left, self._leaving = False, threading.Lock()

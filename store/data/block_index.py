@@ -23,8 +23,7 @@ from msgspec import Struct
 from penstock.algorithms.graph.columns import Column
 from penstock.store.data.codec import InlineBatch, SegmentRef, SentBatch
 from penstock.store.data.rows import Rows
-from penstock.store.data.schema import arrow_type, is_blobs, offsets_of, take
-from penstock.store.data.schema import compact as compact_blobs
+from penstock.store.data.schema import arrow_type, compact_blobs, is_blobs, offsets_of, take_rows
 from penstock.store.errors import TooLarge, UnknownColumn
 from penstock.store.ledger.group import Span, bits, spans_of
 
@@ -150,7 +149,7 @@ class BlockIndex:
         for block in self._referring:
             block.is_gone = block.is_gone or is_gone(block.ref)
 
-    def lost(self, num_rows: int = 2048) -> Iterator[dict[int, dict[str, int]]]:
+    def lost_cells(self, num_rows: int = 2048) -> Iterator[dict[int, dict[str, int]]]:
         """Iterate over samples whose value is in a block that is gone: group -> column -> mask, of about so many rows
         at a time, perhaps none of these. In between anything may happen to the index."""
         num_groups = max(1, num_rows // self.group_size)
@@ -189,11 +188,11 @@ class BlockIndex:
     def num_blocks(self) -> int:
         return len(self._living)
 
-    def begin_copy(self) -> "BlockIndex":
-        """Make an index for the same columns, which `keep` fills. Changes of either do not concern the other."""
+    def new_copy(self) -> "BlockIndex":
+        """Make an index for the same columns, which `copy_group` fills. Changes of either do not concern the other."""
         return BlockIndex(self._columns, self.group_size)
 
-    def keep(self, group_id: int, copied: "BlockIndex") -> None:
+    def copy_group(self, group_id: int, copied: "BlockIndex") -> None:
         """Copy the cells of a group as they are; the values are shared, and stay until `release_copy`."""
         columns = self._cells[group_id]
         copied._cells[group_id] = kept = {
@@ -222,14 +221,14 @@ class BlockIndex:
         ]
 
     def places(self, spans: Sequence[Span], name: str) -> "tuple[CellPlace | tuple[CellPlace, ...], ...]":
-        """Places of the column in each span: see `found`."""
+        """Places of the column in each span: see `place_of`."""
         cells, nothing, places = self._cells, dict[str, Cells](), list[CellPlace | tuple[CellPlace, ...]]()
         for group_id, _, indices in spans:
             place = cells.get(group_id, nothing).get(name)
-            places.append(place if isinstance(place, CellPlace) else self.found(group_id, indices, name))
+            places.append(place if isinstance(place, CellPlace) else self.place_of(group_id, indices, name))
         return tuple(places)
 
-    def found(self, group_id: int, indices: range, name: str) -> "CellPlace | tuple[CellPlace, ...]":
+    def place_of(self, group_id: int, indices: range, name: str) -> "CellPlace | tuple[CellPlace, ...]":
         """Find a column of these samples: one place of the whole group, or each sample's. Equal for columns that lie
         side by side. Raises `UnknownColumn` if one lacks it."""
         cells = self._cells.get(group_id, {}).get(name)
@@ -440,7 +439,7 @@ def _selected(batch: pa.RecordBatch, names: list[str]) -> pa.RecordBatch:
 def _taken(batch: pa.RecordBatch, rows: pa.Array) -> pa.RecordBatch:
     if not _has_blobs(batch):
         return batch.take(rows)
-    return pa.RecordBatch.from_arrays([take(column, rows) for column in batch.columns], names=batch.schema.names)
+    return pa.RecordBatch.from_arrays([take_rows(column, rows) for column in batch.columns], names=batch.schema.names)
 
 
 def _has_blobs(batch: pa.RecordBatch) -> bool:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from penstock.conf.errors import NotPlainData
-from penstock.store.data.schema import ARROW_TYPES, take
+from penstock.store.data.schema import ARROW_TYPES, take_rows
 from penstock.store.errors import StoreError, error_named
 
 ALIGN = 64
@@ -91,7 +91,7 @@ def aligned(nbytes: int) -> int:
 def buffers_of(array: pa.Array) -> list[pa.Buffer]:
     """Buffers of an array without nulls, level by level, the validity of each left out."""
     if array.offset or (pa.types.is_list(array.type) and array.values.offset):
-        array = take(array, pa.array(np.arange(len(array))))
+        array = take_rows(array, pa.array(np.arange(len(array))))
     if pa.types.is_list(array.type):
         return [array.buffers()[1] or _EMPTY, *buffers_of(array.values)]
     return [buffer or _EMPTY for buffer in array.buffers()[1:]]

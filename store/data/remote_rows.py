@@ -62,7 +62,7 @@ MOST_ORDERS = 1000
 """The most orders in one message."""
 AT_ONCE = 16
 """The most requests of one process that are under way."""
-KEPT = 4
+MOST_IDLE = 4
 """The most connections to a node that wait for the next request."""
 SourceSpan = tuple[int, int, int, int]
 """Source, start, stride, count: see `payload.Columns`."""
@@ -278,7 +278,7 @@ class NodeOrders:
         self._addresses, self._token = nodes.addresses, nodes.token
         self._to: dict[str, queue.SimpleQueue[Order | None]] = {}
         self._closed = threading.Event()
-        self._gone: set[str] = set()
+        self._gone_nodes: set[str] = set()
         """Nodes that are told nothing more."""
         self.lost = 0
         """Orders to nodes that were gone."""
@@ -289,12 +289,12 @@ class NodeOrders:
         if waiting is None:
             waiting = self._to[node] = queue.SimpleQueue()
             arguments = node, waiting
-            threading.Thread(target=self._tell_all, args=arguments, name="orders", daemon=True).start()
+            threading.Thread(target=self._send_all, args=arguments, name="orders", daemon=True).start()
         waiting.put(order)
 
     def node_lost(self, node: str) -> None:
         """Count a node as gone from now on, whether it can be reached or not."""
-        self._gone.add(node)
+        self._gone_nodes.add(node)
 
     def close(self) -> None:
         """Tell nothing any more: the nodes remove what they have at the end of the run."""
@@ -302,7 +302,7 @@ class NodeOrders:
         for waiting in self._to.values():
             waiting.put(None)
 
-    def _tell_all(self, node: str, waiting: "queue.SimpleQueue[Order | None]") -> None:
+    def _send_all(self, node: str, waiting: "queue.SimpleQueue[Order | None]") -> None:
         connection: Connection | None = None
         while (order := waiting.get()) is not None:
             together = [order]
@@ -311,19 +311,19 @@ class NodeOrders:
                     waiting.put(None)
                     break
                 together.append(order)
-            connection = self._told(node, connection, together)
+            connection = self._send(node, connection, together)
             if connection is None:
-                self._gone.add(node)
+                self._gone_nodes.add(node)
                 self.lost += len(together)
         if connection is not None:
             connection.close()
 
-    def _told(self, node: str, connection: Connection | None, orders: list[Order]) -> Connection | None:
+    def _send(self, node: str, connection: Connection | None, orders: list[Order]) -> Connection | None:
         """Send orders. Returns the connection that they were told over; None if the node is gone. Orders may be told
         twice."""
         address, body = self._addresses[node], Codec().encode(orders)[0]
         give_up = time.monotonic() + PATIENCE_S
-        while not self._closed.is_set() and node not in self._gone:
+        while not self._closed.is_set() and node not in self._gone_nodes:
             try:
                 connection = connection or connect(address, ROWS, self._token, CONNECT_S)
                 connection.send(ORDERS, body)
@@ -337,7 +337,7 @@ class NodeOrders:
                 if time.monotonic() > give_up:
                     return None
                 self._closed.wait(PAUSE_S)
-        if connection is not None and node in self._gone:
+        if connection is not None and node in self._gone_nodes:
             connection.close()
             return None
         return connection
@@ -351,7 +351,7 @@ class RemoteReader:
         """`node`: this one, as segments say it, whose batches are not pulled; None: one that has none."""
         self._addresses, self._token, self._node = addresses, token, node
         self._lock = threading.Lock()
-        self._kept: dict[str, list[Connection]] = {node: [] for node in addresses}
+        self._idle: dict[str, list[Connection]] = {node: [] for node in addresses}
         self._threads: ThreadPoolExecutor | None = None
 
     async def fetch(self, payload: Payload) -> Payload:
@@ -376,7 +376,7 @@ class RemoteReader:
             self._threads.shutdown(wait=False)
             self._threads = None
         with self._lock:
-            for connections in self._kept.values():
+            for connections in self._idle.values():
                 for connection in connections:
                     connection.close()
                 connections.clear()
@@ -385,21 +385,21 @@ class RemoteReader:
         if node not in self._addresses:
             raise RowsUnreachable(f"rows lie on node {node!r}, of which this process was not told.")
         request = Codec().encode(wanted)[0]
-        connection = self._kept_one(node)
+        connection = self._take_idle(node)
         if connection is not None:
             try:
-                return self._asked(node, connection, request, wanted)
+                return self._exchange(node, connection, request, wanted)
             except ConnectionError:  # it has ended while nobody used it, perhaps
                 pass
             except OSError as error:
                 raise self._unreachable(node, error) from None
         try:
             connection = connect(self._addresses[node], ROWS, self._token, CONNECT_S)
-            return self._asked(node, connection, request, wanted)
+            return self._exchange(node, connection, request, wanted)
         except OSError as error:
             raise self._unreachable(node, error) from None
 
-    def _asked(
+    def _exchange(
         self, node: str, connection: Connection, request: bytes, wanted: Sequence[RowsRequest]
     ) -> list[pa.RecordBatch]:
         """Ask over a connection. Returns the answer; the connection is kept if there was one, and closed otherwise."""
@@ -422,16 +422,16 @@ class RemoteReader:
             connection.close()
             raise
         with self._lock:
-            kept = self._kept[node]
-            if len(kept) < KEPT:
+            kept = self._idle[node]
+            if len(kept) < MOST_IDLE:
                 kept.append(connection)
                 return batches
         connection.close()
         return batches
 
-    def _kept_one(self, node: str) -> Connection | None:
+    def _take_idle(self, node: str) -> Connection | None:
         with self._lock:
-            kept = self._kept[node]
+            kept = self._idle[node]
             return kept.pop() if kept else None
 
     def _unreachable(self, node: str, error: OSError) -> RowsUnreachable:
@@ -482,7 +482,7 @@ def split_remote(payload: Payload, node: str | None) -> tuple[list[RowsRequest],
             num_rows = count if stride else min(count, 1)
             wanted[number][2].append((start, stride or 1, num_rows))
             pulled[source] = number, taken + num_rows
-            _add(here, (len(local) + number, taken, min(stride, 1), count))
+            _append_joined(here, (len(local) + number, taken, min(stride, 1), count))
         columns.append((names, np.asarray(here, dtype=np.int64).reshape(-1, 4)))
     asked = [RowsRequest(placed, names, np.asarray(spots, dtype=np.int64)) for placed, names, spots in wanted]
     return asked, Payload(payload.row_ids, payload.group_ids, local, columns)
@@ -493,7 +493,7 @@ def with_remote(payload: Payload, pulled: Sequence[pa.RecordBatch]) -> Payload:
     return Payload(payload.row_ids, payload.group_ids, sources, payload.columns)
 
 
-def _add(places: list[SourceSpan], place: SourceSpan) -> None:
+def _append_joined(places: list[SourceSpan], place: SourceSpan) -> None:
     """Add a place, joined with the last one that it follows in the same batch: it is read without a copy then."""
     if places and place[2]:
         source, start, stride, count = places[-1]

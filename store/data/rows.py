@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.conf.errors import StoreError
-from penstock.store.data.schema import arrow_type, blobs_of, is_blobs, ragged_array, take
+from penstock.store.data.schema import arrow_type, blobs_of, is_blobs, ragged_array, take_rows
 from penstock.store.errors import UnknownColumn, WrongLength
 
 
@@ -168,7 +168,7 @@ class Rows:
             return self
         there = pa.array(positions)
         if any(map(is_blobs, self._table.schema.types)):
-            table = pa.table({name: take(self._column(name), there) for name in self.names})
+            table = pa.table({name: take_rows(self._column(name), there) for name in self.names})
         else:
             table = self._table.take(there).combine_chunks()
         return Rows(self.row_ids[positions], self.group_ids[positions], table)

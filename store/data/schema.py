@@ -10,7 +10,7 @@ Blobs are values of dtype `binary`, each a string of bytes of any length, as pic
 
 Rows that are copied copy views. So all rows that share a blob share its memory, within a write and in whoever reads it,
 and all blobs of a batch may be larger than 2 GiB together. Each blob is a buffer of its own: a part of a batch is its
-views and those of the buffers that they name (`compact`), and no blob is copied to send it.
+views and those of the buffers that they name (`compact_blobs`), and no blob is copied to send it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -353,7 +353,7 @@ def encode_blobs(values: Sequence[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.binary_view(), len(values), [None, pa.py_buffer(views), *buffers])
 
 
-def take(array: pa.Array, positions: pa.Array) -> pa.Array:
+def take_rows(array: pa.Array, positions: pa.Array) -> pa.Array:
     """The values of a column at these positions: what they view is not copied, and the rest is not referred to."""
     if not is_blobs(array.type):
         return array.take(positions)
@@ -364,16 +364,16 @@ def take(array: pa.Array, positions: pa.Array) -> pa.Array:
         kind = pa.list_(_IMAGE)
         moved = pa.ListArray.from_buffers(kind, len(array), [None, offsets], offset=array.offset, children=[moved])
     moved = moved.take(positions)
-    return compact(_like(array, moved, _values(moved), views.buffers()[2:]))
+    return compact_blobs(_like(array, moved, _values(moved), views.buffers()[2:]))
 
 
-def compact(array: pa.Array) -> pa.Array:
+def compact_blobs(array: pa.Array) -> pa.Array:
     """The same values without the buffers that they do not name, each buffer once. Blobs are not copied."""
     if not is_blobs(array.type) or not len(_values(array).buffers()) > 2:
         return array
     inner = _values(array)
     if pa.types.is_list(array.type) and (array.offsets[0].as_py(), array.offsets[-1].as_py()) != (0, len(inner)):
-        return take(array, pa.array(np.arange(len(array))))  # a part, with values of other rows
+        return take_rows(array, pa.array(np.arange(len(array))))  # a part, with values of other rows
     views, buffers = views_of(inner).copy(), inner.buffers()[2:]
     is_long = views["size"] > INLINE
     numbers: dict[int, int] = {}

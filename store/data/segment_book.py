@@ -86,7 +86,7 @@ class SegmentBook:
         """Bytes in shared memory, in use."""
         return self._in_use.total()
 
-    def entered(self, client: str) -> None:
+    def add_client(self, client: str) -> None:
         """Let a client write and read from now on."""
         self._clients.add(client)
 
@@ -94,7 +94,7 @@ class SegmentBook:
         """Return whether rows lie in a segment, or a client reads it."""
         return name in self.segments and self.segments[name].state is not SegmentState.POOLED
 
-    def is_over(self, nbytes: int, node: str = "") -> bool:
+    def exceeds_budget(self, nbytes: int, node: str = "") -> bool:
         """Return whether the node's shared memory would be over its budget with so many bytes more in use."""
         return self._in_use[node] + nbytes > self.max_bytes
 
@@ -122,14 +122,14 @@ class SegmentBook:
         self._count(segment, segment.nbytes)
         return Instructions(unmapped=[(name, self._who_maps(name, segment))])
 
-    def use(self, client: str, name: str) -> None:
+    def begin_reading(self, client: str, name: str) -> None:
         """Note that a reading begins."""
         segment = self.segments[name]
         segment.uses[client] += 1
         segment.seen.add(client)
         self._mapped.setdefault(client, set()).add(name)
 
-    def unuse(self, client: str, name: str) -> Instructions:
+    def end_reading(self, client: str, name: str) -> Instructions:
         """Note that a reading has ended. Harmless for one that is not known."""
         segment = self.segments.get(name)
         if segment is None or not segment.uses[client]:

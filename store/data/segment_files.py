@@ -4,7 +4,7 @@
     batch = encode(…, slot)            large columns are joined right where they are to lie
     placed = arena.place(batch, slot)  copies there what is elsewhere; `placed` goes into the call
     batch = mappings.read(placed)      in another process: views of its mapping of the file
-    arena.recycled(names)              the store has freed these
+    arena.take_back(names)             the store has freed these
 
 A page that is touched for the first time costs as much as copying it several times. So a file that the store has freed
 goes back to its writer, which writes through a mapping of it. Before any has come back, large batches take files whose
@@ -162,7 +162,7 @@ class Arena:
         self._out[slot.name] = slot
         return SegmentRef(slot.name, next(self._serials), batch.num_rows, columns, nbytes, self._node)
 
-    def recycled(self, names: Iterable[str]) -> None:
+    def take_back(self, names: Iterable[str]) -> None:
         """Take back files that no process reads any more."""
         for name in names:
             if (slot := self._out.pop(name, None)) is not None:
@@ -448,7 +448,7 @@ def move(source: Path, target: Path) -> None:
     source.unlink()
 
 
-def written_by(writers: Collection[str], places: Sequence[Path]) -> list[Path]:
+def files_of_writers(writers: Collection[str], places: Sequence[Path]) -> list[Path]:
     """Files of these writers; none of a place that is gone."""
     found: list[Path] = []
     for place in places:

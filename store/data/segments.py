@@ -41,9 +41,9 @@ from penstock.store.data.segment_files import (
     DebouncedCall,
     FileThread,
     SegmentMappings,
+    files_of_writers,
     move,
     preallocate,
-    written_by,
 )
 from penstock.store.errors import RowsLost, StoreClosed, StoreError
 from penstock.store.spec import StoreSpec
@@ -88,10 +88,10 @@ class Segments:
         self.rows = RowsServer(places, takes_orders=False)
         """The server for readers on other nodes."""
         self._orders = NodeOrders(self.nodes)
-        self._pulls = RemoteReader(self.nodes.addresses, self.nodes.token)
+        self._remote = RemoteReader(self.nodes.addresses, self.nodes.token)
         self._arena = Arena(places, f"store{os.getpid()}")
-        self._mappings = SegmentMappings(places, self._own_use_ended)
-        self._unuse_soon: DebouncedCall | None = None
+        self._mappings = SegmentMappings(places, self._on_own_reading_ended)
+        self._end_own_readings_soon: DebouncedCall | None = None
         self._file_thread = FileThread()
         self._moving: set[str] = set()
         """Files on their way to disk, before they are adopted."""
@@ -99,12 +99,12 @@ class Segments:
         """Files that have come to disk, before they are adopted."""
         self._departed: set[str] = set()
         """Clients that have left files, perhaps, which are looked for next."""
-        self._looking: asyncio.Task[None] | None = None
+        self._unclaimed_task: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    def entered(self, client: str, tell: Callable[[], None], node: str = "") -> None:
+    def add_client(self, client: str, tell: Callable[[], None], node: str = "") -> None:
         """Let a client write and read. `tell`: called when there is a notice for it. `node`: where it writes."""
-        self.book.entered(client)
+        self.book.add_client(client)
         self._node_of[client] = node
         if node and node not in self._prepared:
             self._prepared.add(node)
@@ -121,7 +121,7 @@ class Segments:
         if placed.node:
             return  # its node does so
         size, on_disk = self._checked(placed)
-        if on_disk or not self.book.is_over(size):
+        if on_disk or not self.book.exceeds_budget(size):
             return
         name = placed.segment
         source, target = self.directory / name, self.spill / name
@@ -131,7 +131,7 @@ class Segments:
         except OSError as error:
             self.book.adopt(name, placed, self._found(name)[0], False)
             self.end(name)
-            raise self._immovable(name, error) from None
+            raise self._move_error(name, error) from None
         finally:
             self._moving.discard(name)
         self._moved.add(name)
@@ -172,7 +172,7 @@ class Segments:
                 move(self.directory / name, self.spill / name)
             except OSError as error:
                 self.end(name)
-                raise self._immovable(name, error) from None
+                raise self._move_error(name, error) from None
             self._carry_out(self.book.spilled(name))
         elif name in self._moved:  # who has it mapped hears of it: the mapping would hold on to the pages
             self._carry_out(self.book.spilled(name))
@@ -214,10 +214,10 @@ class Segments:
             name = placed.segment
             if not self.book.in_use(name) or self.book.segments[name].content != placed:
                 raise StoreError(f"segment {placed.segment}: its rows have ended.")
-        if self._unuse_soon is None:
-            self._unuse_soon = DebouncedCall(asyncio.get_running_loop(), self._unuse_own)
+        if self._end_own_readings_soon is None:
+            self._end_own_readings_soon = DebouncedCall(asyncio.get_running_loop(), self._end_own_readings)
         for placed in refs:
-            self.book.use(SELF, placed.segment)
+            self.book.begin_reading(SELF, placed.segment)
         try:
             local = [placed for placed in refs if not placed.node]
             batches = dict(zip(local, self._mappings.read_all(local), strict=True))
@@ -241,17 +241,17 @@ class Segments:
     def _resolved(self, payload: Payload, read: Callable[[Sequence[SegmentRef]], list[pa.RecordBatch]]) -> Payload:
         """Return a payload with the values in place of its references. `read`: gives those that lie here."""
         if any(placed.node for placed in payload.refs):
-            payload = self._pulls.fetch_blocking(payload)
+            payload = self._remote.fetch_blocking(payload)
         return payload.with_batches(read(payload.refs))
 
     def end(self, name: str) -> None:
         """Note that no row lies in a segment any more."""
         self._carry_out(self.book.end(name))
 
-    def unuse(self, client: str, names: list[str]) -> None:
+    def end_readings(self, client: str, names: list[str]) -> None:
         """Note that these readings of a client have ended."""
         for name in names:
-            self._carry_out(self.book.unuse(client, name))
+            self._carry_out(self.book.end_reading(client, name))
 
     def notice(self, client: str) -> SegmentNotice | None:
         """Return what a client has not been told yet."""
@@ -276,10 +276,10 @@ class Segments:
             self._orders.give(node, SweepOrder(client, self.book.written_by(client)))
             return
         self._departed.add(client)
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look_for_files())
+        if self._unclaimed_task is None:
+            self._unclaimed_task = asyncio.get_running_loop().create_task(self._remove_unclaimed())
 
-    async def _look_for_files(self) -> None:
+    async def _remove_unclaimed(self) -> None:
         """Look once for the files of all clients that have left meanwhile. The task that moves a file removes it
         itself."""
 
@@ -287,7 +287,7 @@ class Segments:
             return [file for file in files if file.name not in self.book.segments and file.name not in self._moving]
 
         def look(writers: set[str]) -> list[Path]:
-            return unknown(written_by(writers, (self.directory, self.spill)))
+            return unknown(files_of_writers(writers, (self.directory, self.spill)))
 
         try:
             while self._departed:
@@ -297,7 +297,7 @@ class Segments:
         except StoreClosed:
             pass  # all files go
         finally:
-            self._looking = None
+            self._unclaimed_task = None
 
     def node_lost(self, node: str) -> str | None:
         """Note that a node of Ray's is gone. Returns its name in segments, None if no large batch lay there: those of
@@ -315,7 +315,7 @@ class Segments:
         self._file_thread.close()
         self._mappings.close()
         self._orders.close()
-        self._pulls.close()
+        self._remote.close()
         self.rows.close()
         for place in (self.directory, self.spill):
             remove_root(place)
@@ -359,14 +359,14 @@ class Segments:
         with suppress(StoreClosed):  # all files go
             self._file_thread.begin(partial(_remove, *files))
 
-    def _own_use_ended(self) -> None:
-        if self._unuse_soon is not None:
-            self._unuse_soon()
+    def _on_own_reading_ended(self) -> None:
+        if self._end_own_readings_soon is not None:
+            self._end_own_readings_soon()
 
-    def _unuse_own(self) -> None:
-        self.unuse(SELF, self._mappings.ended())
+    def _end_own_readings(self) -> None:
+        self.end_readings(SELF, self._mappings.ended())
 
-    def _immovable(self, name: str, error: OSError) -> StoreError:
+    def _move_error(self, name: str, error: OSError) -> StoreError:
         return StoreError(
             f"segment {name} cannot be moved to {self.spill}: {error}. Set store.spill_dir to a larger disk, or lower "
             "store.max_bytes or raise store.shared_memory_mib, so that nothing needs to be moved."

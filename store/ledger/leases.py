@@ -11,10 +11,12 @@ class Holdings:
     thousand consumers to share among cannot look at all of their leases each time, nor at all of them.
 
     Some clients are expected to ask again whenever they hold less than they can. How many of these hold how much is
-    counted as it changes.
+    counted as it changes. A lease that is given a client's holdings reports here what is open no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_rows: bool = False) -> None:
+        """`counts_rows`: the stage's unit is the sample."""
+        self._counts_rows = counts_rows
         self._units: dict[str, int] = {}
         self._most: dict[str, int] = {}
         self._levels: Counter[tuple[int, int]] = Counter()
@@ -60,29 +62,20 @@ class Holdings:
             self._take(before, most)
             self._levels[now, most] += 1
 
+    def opened(self, client: str, masks: Iterable[int]) -> int:
+        """Count the rows that were opened. `masks`: of rows, one a group. Returns the number of units."""
+        found = sum(map(int.bit_count if self._counts_rows else bool, masks))
+        self.add(client, found)
+        return found
+
+    def closed(self, client: str, mask: int, is_last: bool) -> None:
+        """Count the rows of a group that are open no more. `is_last`: no other row of the group is."""
+        self.add(client, -mask.bit_count() if self._counts_rows else -int(bool(mask) and is_last))
+
     def _take(self, held: int, most: int) -> None:
         self._levels[held, most] -= 1
         if not self._levels[held, most]:
             del self._levels[held, most]
-
-
-@dataclass(slots=True)
-class LeaseAccount:
-    """A count of the open units of a lease, with those of its client's other leases of the stage."""
-
-    holdings: Holdings
-    client: str
-    counts_rows: bool
-
-    def opened(self, masks: Iterable[int]) -> int:
-        """Count the rows that were opened. `masks`: of rows, one a group. Returns the number of units."""
-        found = sum(map(int.bit_count if self.counts_rows else bool, masks))
-        self.holdings.add(self.client, found)
-        return found
-
-    def closed(self, mask: int, is_last: bool) -> None:
-        """Count the rows of a group that are open no more. `is_last`: none is left."""
-        self.holdings.add(self.client, -mask.bit_count() if self.counts_rows else -int(bool(mask) and is_last))
 
 
 @dataclass(slots=True)
@@ -101,8 +94,9 @@ class HeldLease:
     """Mask of the rows whose result is awaited, by group."""
     revoked: dict[int, int] = field(default_factory=dict)
     """Mask of the rows that go to another since values were lost, by group: nothing is awaited of them any more."""
-    account: LeaseAccount | None = None
-    """The account to tell of rows that are open no more. None: they are not counted."""
+    client: str = ""
+    holdings: Holdings | None = None
+    """Holdings of the stage, to count the rows that are open no more. None: they are not counted."""
 
 
 class LeaseBook:

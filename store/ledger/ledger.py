@@ -90,7 +90,7 @@ class Ledger:
     ) -> tuple[int | None, Effects]:
         """Admit a group, whose source columns are all there. Returns its number; None if it must wait. Raises
         `TooLarge`."""
-        self.residents.readiness.elapse(now)
+        self.residents.readiness.advance_clock(now)
         check_group_bytes(self.spec.max_bytes, [nbytes])
         residents, effects = self.residents, Effects()
         reason = residents.credits.refusal(nbytes, len(residents.waiting))
@@ -106,7 +106,7 @@ class Ledger:
     def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
         """Lease up to `max_units` free units of a stage, oldest groups first; None if there is none. Frees nothing and
         wakes no caller. Raises `UnknownStage`."""
-        self.residents.readiness.elapse(now)
+        self.residents.readiness.advance_clock(now)
         consumer = self.residents.stage(stage)
         if consumer.unit == "batch":
             raise UnknownStage(f"stage {stage!r} takes whole batches: use lease_shared.")
@@ -123,7 +123,7 @@ class Ledger:
     def offer(self, owner: str, now: float) -> HeldLease | None:
         """Lease a group that another owner has had for too long to this one too, if there is one. See
         `Stragglers`."""
-        self.residents.readiness.elapse(now)
+        self.residents.readiness.advance_clock(now)
         return self.residents.hold_second(owner, now)
 
     def rows_of(self, lease: HeldLease) -> list[int]:
@@ -143,7 +143,7 @@ class Ledger:
         `RowNotLeased`, `UnknownRow`, `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
         residents = self.residents
-        residents.readiness.elapse(now)
+        residents.readiness.advance_clock(now)
         producer = residents.stage(stage)
         written = self._columns_written(producer, columns)
         spans = spans_of(rows, residents.size)
@@ -153,7 +153,7 @@ class Ledger:
                 f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once."
             )
         effects = Effects()
-        lease = self._held(lease_id, producer, masks)
+        lease = self._lease_of_rows(lease_id, producer, masks)
         if residents.stragglers.superseded:
             residents.check_not_superseded(lease_id, masks, facts.response_tokens)
         if lease is None:
@@ -166,7 +166,7 @@ class Ledger:
             self.counters["ignored/not_awaited"] += len(rows) - num_rows(fresh)
         if residents.watchers:
             for group_id in fresh:
-                residents.changing(residents.groups[group_id])
+                residents.before_change(residents.groups[group_id])
         kept = self._note_facts(producer, spans, fresh, written, facts)
         residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
@@ -177,7 +177,7 @@ class Ledger:
         """End rows of a lease here; those that were revoked are another's. Raises as `write` does."""
         masks = self.residents.masks(spans_of(rows, self.residents.size))
         effects = Effects()
-        lease = self._held(lease_id, self.residents.stage(stage), masks)
+        lease = self._lease_of_rows(lease_id, self.residents.stage(stage), masks)
         if lease is None:
             return effects
         for group_id, mask in masks.items():
@@ -216,7 +216,7 @@ class Ledger:
 
     def expire(self, now: float) -> tuple[list[int], Effects]:
         """Give back the open rows of every lease whose deadline has come. Returns the leases' ids."""
-        self.residents.readiness.elapse(now)
+        self.residents.readiness.advance_clock(now)
         effects = Effects()
         late = self.residents.leases.overdue(now)
         for lease in late:
@@ -225,7 +225,7 @@ class Ledger:
 
     def lost(self, cells: LostCells, now: float) -> Effects:
         """Have the values of these cells made again, which are gone; see `lost_values.py`."""
-        self.residents.readiness.elapse(now)
+        self.residents.readiness.advance_clock(now)
         effects = Effects()
         lose_cells(self.residents, cells, effects)
         return effects
@@ -242,7 +242,7 @@ class Ledger:
         The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`,
         `StalenessViolation`.
         """
-        self.residents.readiness.elapse(now)
+        self.residents.readiness.advance_clock(now)
         consumer = self.residents.stage(stage)
         if num_ranks < 1 or (max_units < 1 and consumer.unit != "batch"):
             raise StoreError(f"stage {stage!r}: num_ranks={num_ranks} and max_units={max_units} must be at least 1.")
@@ -290,11 +290,7 @@ class Ledger:
         self.served(version)
         return effects
 
-    def has_formed(self, stage: str, number: int) -> bool:
-        """Return whether some rank has been given its part of the round."""
-        return self.rounds.has_formed(stage, number)
-
-    def share(self, made: Round, rank: int) -> list[int]:
+    def rows_of_rank(self, made: Round, rank: int) -> list[int]:
         """Return the rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown
         rank, and `RowsLost` if its part of a batch can be had no more."""
         if not 0 <= rank < len(made.parts):
@@ -340,7 +336,7 @@ class Ledger:
         self.residents.credits.served(version, max_active)
         return Effects(credits=True)
 
-    def _held(self, lease_id: int, stage: StageQueue, masks: dict[int, int]) -> HeldLease | None:
+    def _lease_of_rows(self, lease_id: int, stage: StageQueue, masks: dict[int, int]) -> HeldLease | None:
         """Find the lease, which must hold the rows; None if it is over and there is nothing left to do for any of
         them."""
         lease = self.residents.leases.held.get(lease_id)

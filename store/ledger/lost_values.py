@@ -85,7 +85,7 @@ def lose_cells(residents: Residents, cells: LostCells, effects: Effects) -> None
         group = residents.groups.get(group_id)
         if group is None:
             continue
-        residents.changing(group)
+        residents.before_change(group)
         gone = [by_name.get(name, 0) & group.have[index] for name, index in residents.readiness.column_index.items()]
         if not group.live:
             group.lost |= _union(gone)
@@ -101,7 +101,7 @@ def lose_cells(residents: Residents, cells: LostCells, effects: Effects) -> None
             group.lost |= loss.rows
         for lease in holders.get(group_id, ()):
             _revoke(residents, lease, group, loss.stages[lease.stage], effects)
-        _undo(residents, group, loss.stages, effects)
+        _reset_stages(residents, group, loss.stages, effects)
         _clear(residents, group, loss.columns, effects)
         effects.stages |= residents.readiness.refresh_all(group)
 
@@ -134,7 +134,7 @@ def _revoke(residents: Residents, lease: HeldLease, group: Group, mask: int, eff
         residents.unhold(lease, group, held, effects)
 
 
-def _undo(residents: Residents, group: Group, again: list[int], effects: Effects) -> None:
+def _reset_stages(residents: Residents, group: Group, again: list[int], effects: Effects) -> None:
     """Undo the stages' work on these rows: none is done with them, nor has any written a byte of them."""
     for stage in residents.readiness.stages:
         mask = again[stage.index]

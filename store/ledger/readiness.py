@@ -72,7 +72,7 @@ class Readiness:
         self._groups = groups
         self._now: float | None = None
 
-    def elapse(self, now: float) -> None:
+    def advance_clock(self, now: float) -> None:
         """Advance the time: called before each event that has one, so that what waited until now is counted."""
         if self._now is not None and now > self._now:
             seconds = now - self._now

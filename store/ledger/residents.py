@@ -120,18 +120,18 @@ class Residents:
         if response_tokens:
             group.response_tokens = [response_tokens] * self.size
             self.counters["response_tokens_generated"] += response_tokens * self.size
-        self._enter(group)
+        self._add(group)
         effects.stages |= self.readiness.refresh_all(group, self.readiness.first)
         return group
 
     def resume(self, group: Group, effects: Effects) -> None:
         """Add a group that comes from a snapshot."""
-        self._enter(group)
+        self._add(group)
         for stage in self.readiness.stages:
             stage.done_rows += (group.done[stage.index] & group.live).bit_count()
         effects.stages |= self.readiness.refresh_all(group)
 
-    def _enter(self, group: Group) -> None:
+    def _add(self, group: Group) -> None:
         """Make a group resident and waiting."""
         self.groups[group.id] = group
         self.waiting.add(group.id)
@@ -139,7 +139,7 @@ class Residents:
         self.credits.bytes += group.nbytes
         self.num_rows += group.live.bit_count()
 
-    def changing(self, group: Group) -> None:
+    def before_change(self, group: Group) -> None:
         """Tell those that copy the state of a group before it changes."""
         for watcher in self.watchers:
             watcher(group)
@@ -243,8 +243,8 @@ class Residents:
         effects.stages |= 1 << lease.stage  # its owner holds less, and may be due more
         held = lease.open.get(group.id, 0)
         rest = held & ~mask
-        if lease.account is not None:
-            lease.account.closed(held & mask, not rest)
+        if lease.holdings is not None:
+            lease.holdings.closed(lease.client, held & mask, not rest)
         may_share = bool(self.stragglers.holders)
         freed = group.leased[lease.stage] & mask
         if may_share:
@@ -280,7 +280,7 @@ class Residents:
         if not mask:
             return
         if self.watchers:
-            self.changing(group)
+            self.before_change(group)
         self.counters[f"dropped/{reason}"] += mask.bit_count()
         self._end_rows(group, mask, effects)
         for index in bits(mask):
@@ -300,7 +300,7 @@ class Residents:
     def end_trained(self, group: Group, effects: Effects) -> None:
         """Note that the live rows of a group have been trained. Its data stays until `forget`."""
         if self.watchers:
-            self.changing(group)
+            self.before_change(group)
         self.counters["rows_trained"] += group.live.bit_count()
         self._end_rows(group, group.live, effects)
 

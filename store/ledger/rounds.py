@@ -49,9 +49,9 @@ class Rounds:
         self.by_lease: dict[int, Round] = {}
         self._rounds: dict[str, dict[int, Round]] = {}
         self._newest: dict[str, int] = {}
-        self._again: list[list[int]] = []
+        self._taken_back: list[list[int]] = []
         """Groups of batches that were taken back, each to be formed again as it was, the last one first."""
-        self._lags = -1
+        self._lagging = -1
         """A group that lagged at the last look for a batch: as long as it does, and waits, strict order has none."""
         self.last_batch: list[int] = []
         """Row ids of the batch trained last, ascending; they stay resident until the next one is."""
@@ -97,7 +97,7 @@ class Rounds:
         return known
 
     def has_formed(self, stage: str, number: int) -> bool:
-        """Return whether a round is remembered, and was not given back."""
+        """Return whether some rank has been given its part of a round that was not given back."""
         known = self._rounds.get(stage, {}).get(number)
         return known is not None and not known.void
 
@@ -122,10 +122,10 @@ class Rounds:
             if chosen is None:
                 return None
             lease = residents.leases.open(stage.index, owner, None)
-            if self._again and self._again[-1] == [group.id for group in chosen]:
-                self._again.pop()
+            if self._taken_back and self._taken_back[-1] == [group.id for group in chosen]:
+                self._taken_back.pop()
             else:  # some have gone since, and later ones may be among these
-                self._again.clear()
+                self._taken_back.clear()
             for group in chosen:
                 group.trained_in = self.formed
                 residents.waiting.discard(group.id)
@@ -170,7 +170,7 @@ class Rounds:
             return
         made.completed.add(rank)
         if len(made.completed) == len(made.parts):
-            self._consume(made, effects)
+            self._end_batch(made, effects)
 
     def void(self, lease_id: int, effects: Effects) -> None:
         """Note that the lease of a round that is no batch was released or has expired; its number is not formed
@@ -199,8 +199,8 @@ class Rounds:
         for group in groups:
             restart_group(residents, group, effects)
         self.formed -= 1
-        self._again.append(sorted(group.id for group in groups))
-        self._lags = -1  # groups before it wait again: there may be a batch of these
+        self._taken_back.append(sorted(group.id for group in groups))
+        self._lagging = -1  # groups before it wait again: there may be a batch of these
         made.void = True
         effects.rounds |= 1 << lease.stage
         del self._rounds[made.stage][made.number], self.by_lease[made.lease_id]
@@ -231,9 +231,9 @@ class Rounds:
         residents, spec = self._residents, self._residents.spec
         if stage.num_free < spec.groups_per_step:
             return None
-        if self._again and all(self._is_complete(stage, group) for group in self._again[-1]):
-            return list(self._again[-1])
-        lags = self._lags
+        if self._taken_back and all(self._is_complete(stage, group) for group in self._taken_back[-1]):
+            return list(self._taken_back[-1])
+        lags = self._lagging
         if spec.window == 1 and lags in residents.waiting and not self._is_complete(stage, lags):
             return None  # as at the last look: nothing overtakes it
         residents.first_waiting()
@@ -251,7 +251,7 @@ class Rounds:
         known = self._residents.groups.get(group)
         is_complete = known is not None and known.free[stage.index] != 0
         if notes and not is_complete:
-            self._lags = group
+            self._lagging = group
         return is_complete
 
     def _count_staleness(self, groups: list[Group]) -> None:
@@ -295,7 +295,7 @@ class Rounds:
         parts = spread(loads, num_ranks, whole_groups=is_whole, shares=residents.spec.shares_prefixes)
         return [[ids[position] for position in part] for part in parts]
 
-    def _consume(self, made: Round, effects: Effects) -> None:
+    def _end_batch(self, made: Round, effects: Effects) -> None:
         """Consume a trained batch: its rows end, those of the batch before are forgotten, credits fall due."""
         residents = self._residents
         for group_id in masks_of(spans_of(self.last_batch, residents.size)):

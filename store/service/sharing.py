@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.store.ledger.leases import HeldLease, Holdings, LeaseAccount
+from penstock.store.ledger.leases import HeldLease, Holdings
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.wire import LeaseRequest
 
@@ -41,30 +41,25 @@ class Clients:
         """Clients that have asked for leases, by owner."""
         self._dead: set[str] = set()
         """Clients whose owner is known to be dead: what they asked for on their way is not given."""
-        self._held = {stage.name: Holdings() for stage in ledger.spec.stages}
-        """Units that a client works on, by stage and client."""
+        self.holdings = {stage.name: Holdings(stage.unit == "sample") for stage in ledger.spec.stages}
+        """Units that clients work on, by stage."""
 
-    def asked(self, request: LeaseRequest) -> bool:
+    def note_request(self, request: LeaseRequest) -> bool:
         """Note a request. Returns False if its owner is dead."""
         if request.client in self._dead:
             return False
         self._of_owner.setdefault(request.owner, set()).add(request.client)
         return True
 
-    def gave(self, request: LeaseRequest, lease: HeldLease) -> int:
+    def note_lease(self, request: LeaseRequest, lease: HeldLease) -> int:
         """Note that a request was given a lease. Returns its units: samples or groups, as the stage's unit is."""
         self._swept(request.client)[lease.id] = request.ticket
-        stage = self._ledger.spec.stages[lease.stage]
-        lease.account = LeaseAccount(self._held[stage.name], request.client, stage.unit == "sample")
-        return lease.account.opened(lease.open.values())
+        lease.client, lease.holdings = request.client, self.holdings[request.stage]
+        return lease.holdings.opened(request.client, lease.open.values())
 
-    def given(self, client: str, tickets: Collection[int]) -> list[int]:
+    def leases_for(self, client: str, tickets: Collection[int]) -> list[int]:
         """Leases that a client was given for some of its requests; they may be over."""
         return [lease_id for lease_id, ticket in self._leases.get(client, {}).items() if ticket in tickets]
-
-    def held_of(self, stage: str) -> Holdings:
-        """Units of a stage that clients work on. It changes."""
-        return self._held[stage]
 
     def left(self, client: str) -> list[int]:
         """Forget a client whose process has ended. Returns the leases that it was given."""
@@ -73,13 +68,13 @@ class Clients:
         self._dead.discard(client)
         return list(self._leases.pop(client, ()))
 
-    def abandoned(self, owner: str) -> set[str]:
+    def forget_owner(self, owner: str) -> set[str]:
         """Note that the owner is dead. Returns its clients, which are given nothing more."""
         clients = self._of_owner.pop(owner, set())
         self._dead |= clients
         return clients
 
-    def of_lease(self, lease_id: int) -> str | None:
+    def client_of(self, lease_id: int) -> str | None:
         """The client that was given a lease, unless it has left."""
         return next((client for client, leases in self._leases.items() if lease_id in leases), None)
 
@@ -148,7 +143,7 @@ class Sharing:
         self._num_taken: Counter[str] = Counter()
         """Number of units that each client has had."""
 
-    def asked(self, request: LeaseRequest) -> None:
+    def note_request(self, request: LeaseRequest) -> None:
         if request.max_held and request.client not in self._most:
             self._holdings.expect(request.client, request.max_held)
             if self._num_peers >= 0:
@@ -166,7 +161,7 @@ class Sharing:
         has_capacity = not request.max_held or held < request.max_held
         return (held if has_capacity else math.inf, is_remote, self._num_taken[request.client])
 
-    def first(self, requests: Iterable[LeaseRequest]) -> LeaseRequest:
+    def next_request(self, requests: Iterable[LeaseRequest]) -> LeaseRequest:
         """The request that is next, where all are on one node: of equal ones the first."""
         held_by, taken = self.held, self._num_taken
         best: LeaseRequest | None = None
@@ -226,11 +221,11 @@ class Sharing:
 
 
 class Allotment(Sharing):
-    """The leases of one stage that requests get. Lifecycle: `asked` for each request, `take` in its turn, any number of
-    times, `left` when its client has gone."""
+    """The leases of one stage that requests get. Lifecycle: `note_request` for each request, `take` in its turn, any
+    number of times, `left` when its client has gone."""
 
     def __init__(self, stage: str, ledger: Ledger, clients: Clients) -> None:
-        super().__init__(clients.held_of(stage))
+        super().__init__(clients.holdings[stage])
         self.stage = ledger.residents.stage(stage)
         self._ledger, self._clients = ledger, clients
         self._may_straggle = self.stage is ledger.residents.sampling
@@ -256,7 +251,7 @@ class Allotment(Sharing):
 
     def _lend(self, request: LeaseRequest, lease: HeldLease) -> int:
         """Note that a request gets a lease. Returns its units."""
-        num_units = self._clients.gave(request, lease)
+        num_units = self._clients.note_lease(request, lease)
         self._num_taken[request.client] += num_units
         return num_units
 

@@ -34,7 +34,7 @@ import xxhash
 from penstock.network.names import OutsideName, checked
 from penstock.store.data import durable
 from penstock.store.data.block_index import BlockIndex, Payload, ValueBlock, assemble, gather
-from penstock.store.data.schema import compact
+from penstock.store.data.schema import compact_blobs
 from penstock.store.data.segments import Segments
 from penstock.store.errors import CorruptSnapshot, StoreError, TooLarge
 from penstock.store.ledger.group import Group, bits
@@ -80,9 +80,9 @@ class StoreCut:
 
     def __init__(self, ledger: Ledger, blocks: BlockIndex) -> None:
         self.spec, self._blocks = ledger.spec, blocks
-        self.scalars, self.blocks = scalars(ledger), blocks.begin_copy()
+        self.scalars, self.blocks = scalars(ledger), blocks.new_copy()
         self._slice = max(1, SLICE // ledger.spec.group_size)
-        self.ledger = LedgerCut(ledger.residents, lambda group: blocks.keep(group, self.blocks))
+        self.ledger = LedgerCut(ledger.residents, lambda group: blocks.copy_group(group, self.blocks))
         self._copying = asyncio.get_running_loop().create_task(self._copy())
 
     async def copied(self) -> None:
@@ -143,16 +143,16 @@ class SnapshotWriter:
         cut = None if is_apart else self._cut
         if not is_apart:
             self._cut = None
-        cut, wanted = cut or StoreCut(self._ledger, self._blocks), _Deadline(root, timeout_s)
-        return await asyncio.shield(self._begin(self._write(cut, root, number, keep, wanted)))
+        cut, deadline = cut or StoreCut(self._ledger, self._blocks), _Deadline(root, timeout_s)
+        return await asyncio.shield(self._begin(self._write(cut, root, number, keep, deadline)))
 
-    async def _write(self, cut: StoreCut, root: str, number: int, keep: int, wanted: "_Deadline") -> str:
+    async def _write(self, cut: StoreCut, root: str, number: int, keep: int, deadline: "_Deadline") -> str:
         try:
-            await wanted.in_time(self._writing.acquire())
+            await deadline.in_time(self._writing.acquire())
             try:
-                await wanted.in_time(cut.copied())
+                await deadline.in_time(cut.copied())
                 resolve = self._segments.reader() if self._segments is not None else None
-                path = await asyncio.to_thread(write, cut, root, number, keep, resolve, wanted.check)
+                path = await asyncio.to_thread(write, cut, root, number, keep, resolve, deadline.check)
                 return str(path)
             finally:
                 self._writing.release()
@@ -186,14 +186,14 @@ class _Deadline:
             async with asyncio.timeout(self._until - time.monotonic()):
                 await work
                 return
-        raise self._late()
+        raise self._late_error()
 
     def check(self) -> None:
         """Raise `StoreError` after the deadline."""
         if time.monotonic() > self._until:
-            raise self._late()
+            raise self._late_error()
 
-    def _late(self) -> StoreError:
+    def _late_error(self) -> StoreError:
         return StoreError(
             f"{self._root}: the store's snapshot was given up after {self._timeout_s:g} s. See whether the disk there "
             "answers."
@@ -321,10 +321,10 @@ def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, A
 
 
 def write(
-    cut: StoreCut, root: str, number: int, keep: int, resolve: Resolve | None, check_wanted: Callable[[], None]
+    cut: StoreCut, root: str, number: int, keep: int, resolve: Resolve | None, check_deadline: Callable[[], None]
 ) -> Path:
     """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path. Once
-    all is copied, in a thread; no other thread or process writes there. `check_wanted`: called now and then; what it
+    all is copied, in a thread; no other thread or process writes there. `check_deadline`: called now and then; what it
     raises ends the writing."""
     parent = Path(root)
     for left in parent.glob(f".{PREFIX}*.part"):
@@ -332,9 +332,9 @@ def write(
     part = parent / f".{PREFIX}{number:08d}.{uuid.uuid4().hex[:8]}.part"
     part.mkdir(parents=True)
     try:
-        _write_parts(part, cut, resolve, check_wanted)
+        _write_parts(part, cut, resolve, check_deadline)
         durable.sync_tree(part)
-        check_wanted()
+        check_deadline()
         target = parent / f"{PREFIX}{number:08d}"
         if target.exists():
             shutil.rmtree(target)
@@ -347,7 +347,7 @@ def write(
     return target
 
 
-def _write_parts(part: Path, cut: StoreCut, resolve: Resolve | None, check_wanted: Callable[[], None]) -> None:
+def _write_parts(part: Path, cut: StoreCut, resolve: Resolve | None, check_deadline: Callable[[], None]) -> None:
     """Write the files of a snapshot, the manifest last."""
     size, source = cut.spec.group_size, list(cut.spec.source_columns)
     tables = {"groups.arrow": _groups_batches(cut.ledger.groups, size)}
@@ -355,7 +355,7 @@ def _write_parts(part: Path, cut: StoreCut, resolve: Resolve | None, check_wante
     tables["source.arrow"] = _batches(cut, source_rows, source, "group_id", resolve)
     for index, (names, rows) in enumerate(sorted(cut.rows().items())):
         tables[f"rows-{index}.arrow"] = _batches(cut, rows, list(names), "row_id", resolve)
-    files = {name: _write_ipc(part / name, batches, check_wanted) for name, batches in tables.items()}
+    files = {name: _write_ipc(part / name, batches, check_deadline) for name, batches in tables.items()}
     manifest = {"format": FORMAT, "fits": fingerprint(cut.spec), "ledger": cut.scalars, "files": files}
     (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
@@ -373,10 +373,10 @@ def _batches(
     """Iterate over the columns of the rows, a few hundred at a time; at least one batch, so that the file has its
     schema."""
     for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
-        yield from _fitting(cut, rows[start : start + ROWS_PER_BATCH], names, id_name, resolve)
+        yield from _batches_in_limits(cut, rows[start : start + ROWS_PER_BATCH], names, id_name, resolve)
 
 
-def _fitting(
+def _batches_in_limits(
     cut: StoreCut, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
     """A batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
@@ -389,25 +389,25 @@ def _fitting(
         if len(rows) < 2:
             raise
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            yield from _fitting(cut, half, names, id_name, resolve)
+            yield from _batches_in_limits(cut, half, names, id_name, resolve)
         return
     ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)
     columns = [table.column(name).combine_chunks() for name in names]
-    yield from _parts(pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names]))
+    yield from _halves(pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names]))
 
 
-def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def _halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """A batch, or several where it has many bytes, each with no more blobs than its own."""
-    batch = pa.RecordBatch.from_arrays(list(map(compact, batch.columns)), names=batch.schema.names)
+    batch = pa.RecordBatch.from_arrays(list(map(compact_blobs, batch.columns)), names=batch.schema.names)
     if batch.nbytes <= BYTES_PER_BATCH or batch.num_rows < 2:
         yield batch
         return
     half = batch.num_rows // 2
-    yield from _parts(batch.slice(0, half))
-    yield from _parts(batch.slice(half))
+    yield from _halves(batch.slice(0, half))
+    yield from _halves(batch.slice(half))
 
 
-def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch], check_wanted: Callable[[], None]) -> dict[str, Any]:
+def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch], check_deadline: Callable[[], None]) -> dict[str, Any]:
     """Write batches to a file. Returns the size and checksum of what was to be written."""
     first = next(batches)
     with file.open("wb") as opened:
@@ -415,7 +415,7 @@ def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch], check_wanted: Call
         with pa.ipc.new_file(summed, first.schema) as writer:
             writer.write_batch(first)
             for batch in batches:
-                check_wanted()
+                check_deadline()
                 writer.write_batch(batch)
     return summed.facts()
 
@@ -457,7 +457,7 @@ def load(path: str | Path, spec: StoreSpec) -> LoadedSnapshot:
 
     Raises `CorruptSnapshot` that names the file at fault, and `StoreError` if it is of another dataflow.
     """
-    path = _found(path)
+    path = _snapshot_at(path)
     manifest = _manifest(path)
     if manifest["fits"] != fingerprint(spec):
         raise StoreError(
@@ -488,9 +488,9 @@ def refill(blocks: BlockIndex, loaded: LoadedSnapshot, block_of: Callable[[pa.Re
 def check(path: str | Path) -> None:
     """Read a snapshot, or the newest one of a directory of them, to its end. Raises `CorruptSnapshot` that names the
     first file at fault, and `StoreError` if there is none."""
-    path = _found(path)
+    path = _snapshot_at(path)
     for name, facts in _manifest(path)["files"].items():
-        _check(path, name, facts)
+        _check_file(path, name, facts)
 
 
 def snapshots(root: str | Path) -> list[Path]:
@@ -528,7 +528,7 @@ def _read_ipc(file: Path) -> list[pa.RecordBatch]:
         return [reader.get_batch(index) for index in range(reader.num_record_batches)]
 
 
-def _found(path: str | Path) -> Path:
+def _snapshot_at(path: str | Path) -> Path:
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
@@ -547,7 +547,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise _corrupt(path, MANIFEST, f"is no manifest ({error})") from None
 
 
-def _check(path: Path, name: str, facts: dict[str, Any]) -> None:
+def _check_file(path: Path, name: str, facts: dict[str, Any]) -> None:
     try:
         file = path / checked(name)
     except OutsideName as error:

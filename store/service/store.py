@@ -164,7 +164,7 @@ class Store:
         withdrawn."""
         self.ledger.residents.stage(request.stage)
         consumers = self.consumers[request.stage]
-        if not self._clients.asked(request):
+        if not self._clients.note_request(request):
             return None
 
         def take() -> list[Grant] | None:
@@ -189,7 +189,7 @@ class Store:
         """Withdraw the request of that ticket: its call returns None, and what it was given goes back."""
         self.ledger.residents.stage(stage)
         self.consumers[stage].withdraw(client, ticket)
-        self._release_all(self._clients.given(client, (ticket,)))
+        self._release_all(self._clients.leases_for(client, (ticket,)))
 
     async def retire(self, client: str) -> None:
         """Retire a client, which asks for no more leases: its requests return None, and others share without it. What
@@ -205,14 +205,14 @@ class Store:
         self.ledger.residents.stage(stage)
 
         def take() -> Grant | None:
-            if self._closed is not None and not self.ledger.has_formed(stage, number):
+            if self._closed is not None and not self.ledger.rounds.has_formed(stage, number):
                 return None
             made, effects = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
             self._carry_out(effects)
             if made is None:
                 return None
             self._work.granted(made.lease_id, stage, owner)
-            return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
+            return self._grant(made.lease_id, stage, self.ledger.rows_of_rank(made, rank), made.version)
 
         asked = self._clock()
         granted = await self._ranks[stage].wait(take)
@@ -247,7 +247,8 @@ class Store:
         try:
             kept, effects = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
             self.blocks.add_rows(one.row_ids, kept, block, one.names)
-            self._work.wrote(one.lease_id, self._groups_of(one.row_ids), len(one.row_ids))
+            groups = {row // self._spec.group_size for row in one.row_ids}
+            self._work.wrote(one.lease_id, groups, len(one.row_ids))
             self._carry_out(effects)
         finally:
             self.blocks.unpin(block)
@@ -264,7 +265,7 @@ class Store:
         """Restart the leases' time. Returns those that are over. `tickets`: requests of the client that it has no
         answer to yet; what they were given is renewed as well."""
         over = []
-        for lease_id in self._clients.given(client, tickets):
+        for lease_id in self._clients.leases_for(client, tickets):
             if lease_id in self.ledger.residents.leases.held:
                 self.ledger.renew(lease_id, self._clock())
         for lease_id in lease_ids:
@@ -277,7 +278,7 @@ class Store:
     async def abandon(self, owner: str) -> int:
         """Take back everything that a dead owner holds; its clients wait for nothing more. Returns how many leases it
         had. A new owner of that name speaks through a new client."""
-        for client in self._clients.abandoned(owner):
+        for client in self._clients.forget_owner(owner):
             self._waiters.left(client)
         lost, effects = self.ledger.abandon(owner)
         self._carry_out(effects)
@@ -297,7 +298,7 @@ class Store:
     async def _lose(self, before: "asyncio.Task[None] | None") -> None:
         if before is not None:
             await asyncio.wait([before])
-        for cells in self.blocks.lost():
+        for cells in self.blocks.lost_cells():
             self._carry_out(self.ledger.lost(cells, self._clock()))
             await asyncio.sleep(0)  # who is given lost rows meanwhile cannot read them, and asks again
 
@@ -385,10 +386,6 @@ class Store:
         names = self._reads[stage] if names is None else names
         self._waiters.schedule()
         return Grant(lease_id, stage, names, gather(self.blocks, rows, names), version)
-
-    def _groups_of(self, row_ids: Sequence[int]) -> set[int]:
-        size = self._spec.group_size
-        return {row // size for row in row_ids}
 
     def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:

@@ -83,8 +83,8 @@ class StoreServer:
         """Connections that ended with a message that is none."""
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
-        self._visits: set[asyncio.Task[Any]] = set()
-        self._listener = self._listening(port) if port is not None else None
+        self._accepting: set[asyncio.Task[Any]] = set()
+        self._listener = self._listen(port) if port is not None else None
 
     async def start(self) -> None:
         listening = bind_path(self.path)
@@ -111,9 +111,9 @@ class StoreServer:
         if self._listener is not None:
             self._listener.close()
 
-    def _listening(self, port: StorePort) -> Listener:
+    def _listen(self, port: StorePort) -> Listener:
         try:
-            services = {STORE_SERVICE: self._come_in, ROWS: self._segments.rows.serve}
+            services = {STORE_SERVICE: self._accept_in_thread, ROWS: self._segments.rows.serve}
             return Listener(port.host, port.token, services, port.ports, takers=(STORE_SERVICE,))
         except OSError as error:
             raise StoreError(
@@ -121,19 +121,19 @@ class StoreServer:
                 "null for any free port."
             ) from None
 
-    def _come_in(self, connected: socket.socket) -> None:
+    def _accept_in_thread(self, connected: socket.socket) -> None:
         """Hand an authenticated connection from another machine to the loop; in the thread of its handshake."""
         connected.setblocking(False)
         try:
-            self._loop.call_soon_threadsafe(self._let_in, connected)
+            self._loop.call_soon_threadsafe(self._accept_in_loop, connected)
         except RuntimeError:  # the loop has closed
             connected.close()
 
-    def _let_in(self, connected: socket.socket) -> None:
+    def _accept_in_loop(self, connected: socket.socket) -> None:
         arriving = self._loop.connect_accepted_socket(self.accept, connected)
         visit = self._loop.create_task(arriving)
-        self._visits.add(visit)
-        visit.add_done_callback(self._visits.discard)
+        self._accepting.add(visit)
+        visit.add_done_callback(self._accepting.discard)
 
 
 class PeerCheck(asyncio.BaseProtocol):
@@ -167,20 +167,20 @@ class ClientConnection:
 
     def _on_message(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if self._client is None:
-            self._enter(kind, body, area)
+            self._register(kind, body, area)
             return
         if kind != MESSAGE:
             raise Malformed(f"client {self._client} sends a message of kind {kind}.")
         message = self.wire.codec.decode(self._calls.message_type, body, area)
         if message.ended:
-            self._segments.unuse(self._client, message.ended)
+            self._segments.end_readings(self._client, message.ended)
         if message.request is None:
             return
         method, arguments = self._calls.call(message.request)
         answering = self._answer(self._client, message.number, method, arguments)
         if method == MANY and not self._beginning:  # no task unless it has to wait, as for a file that is moved
             try:
-                answering = _resumed(answering, answering.send(None))
+                answering = _continue_in_task(answering, answering.send(None))
             except StopIteration:
                 return
         else:
@@ -189,12 +189,13 @@ class ClientConnection:
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
-    def _enter(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
+    def _register(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if kind != HELLO:
             raise Malformed(f"a connection that begins with a message of kind {kind}.")
         hello = self.wire.codec.decode(Hello, body, area)
         self._client = hello.client
-        self._segments.entered(self._client, DebouncedCall(asyncio.get_running_loop(), self._tell), hello.node)
+        send_notice_soon = DebouncedCall(asyncio.get_running_loop(), self._send_notice)
+        self._segments.add_client(hello.client, send_notice_soon, hello.node)
 
     async def _answer(self, client: str, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         self._beginning.discard(number)
@@ -216,9 +217,9 @@ class ClientConnection:
             self.wire.send(ANSWER, StoreAnswer(number, None, unsent, notice))
             return
         for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
-            self._segments.book.use(client, placed.segment)
+            self._segments.book.begin_reading(client, placed.segment)
 
-    def _tell(self) -> None:
+    def _send_notice(self) -> None:
         """Send a notice that no answer has taken along: a client that calls nothing would hold on to what is gone."""
         notice = self._segments.notice(str(self._client))
         if notice is not None and self.wire.is_open:
@@ -235,13 +236,13 @@ class ClientConnection:
             leaving.add_done_callback(self._waiting.discard)
 
 
-async def _resumed(begun: Coroutine[Any, Any, None], awaited: Any) -> None:
+async def _continue_in_task(begun: Coroutine[Any, Any, None], awaited: Any) -> None:
     """Go on, in a task, with what has begun outside of one. `awaited`: what it waits for."""
-    await _rest(begun, awaited)
+    await _continue(begun, awaited)
 
 
 @types.coroutine
-def _rest(begun: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+def _continue(begun: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
     while True:
         try:
             value = yield awaited

@@ -19,7 +19,7 @@ from penstock.store.service.store_server import StoreServer
 
 Described = dict[str, Any]
 LEASES_AT_ONCE = 256
-LOOK_S = 1.0
+POLL_S = 1.0
 DROPPED, STALENESS = "dropped/", "staleness/"
 
 
@@ -140,16 +140,16 @@ class StoreMeter:
         self._ledger, self._meters = ledger, meters
         self._before = Counter(ledger.counters)
         """The counts so far. For a store that goes on from a snapshot: what was counted before it."""
-        self._looking: asyncio.Task[None] | None = None
+        self._poll_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start to look once a second. A second start changes nothing."""
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look_again_and_again())
+        if self._poll_task is None:
+            self._poll_task = asyncio.get_running_loop().create_task(self._poll())
 
     def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._poll_task is not None:
+            self._poll_task.cancel()
 
     def waited(self, stage: str, seconds: float) -> None:
         """Note that a client has got a lease, so long after asking for it."""
@@ -176,7 +176,7 @@ class StoreMeter:
             elif name.startswith(STALENESS):
                 self._meters.observe(table.STORE_STALENESS, float(name.removeprefix(STALENESS)), times=count)
 
-    async def _look_again_and_again(self) -> None:
+    async def _poll(self) -> None:
         while True:
             self.look()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)

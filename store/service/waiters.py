@@ -329,7 +329,7 @@ class Locality:
         return self._segments.node_of(client)
 
     def _block(self, group: int, index: int, name: str) -> ValueBlock:
-        found = self._blocks.found(group, range(index, index + 1), name)
+        found = self._blocks.place_of(group, range(index, index + 1), name)
         return found.block if isinstance(found, CellPlace) else found[0].block
 
 
@@ -395,7 +395,7 @@ class ConsumerQueue(WaitQueue):
 
     async def lease(self, take: Callable[[], list[Grant] | None], request: LeaseRequest) -> list[Grant] | None:
         """Return what `take` gives in this request's turn. None when closed, or when it was withdrawn."""
-        self._allotment.asked(request)
+        self._allotment.note_request(request)
         return await self.wait(take, request.client, request.ticket, request)
 
     def take(self, request: LeaseRequest, now: float) -> list[HeldLease]:
@@ -476,7 +476,7 @@ class SupersededQueue(WaitQueue):
 
     def tell(self, superseded: list[Superseded]) -> None:
         for lease_id, group in superseded:
-            if (client := self._clients.of_lease(lease_id)) is not None:
+            if (client := self._clients.client_of(lease_id)) is not None:
                 self._due.setdefault(client, []).append((lease_id, group))
         self.wake_all()
 

@@ -256,7 +256,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            self._came(nbytes)
+            self._receive(nbytes)
         except (Malformed, MemoryError) as error:
             _LOG.warning("a connection of the store is ended: %s", error)
             self._failure = error
@@ -265,9 +265,9 @@ class Wire(asyncio.BufferedProtocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    def _came(self, nbytes: int) -> None:
+    def _receive(self, nbytes: int) -> None:
         if self._large is not None:
-            if self._large.came(nbytes):
+            if self._large.advance(nbytes):
                 large, self._large = self._large, None
                 self._on_message(large.kind, large.body, large.area)
             return
@@ -314,7 +314,7 @@ class _LargeMessage:
     def unfilled(self) -> memoryview:
         return self._view[self._filled :]
 
-    def came(self, nbytes: int) -> bool:
+    def advance(self, nbytes: int) -> bool:
         """Note bytes that came. Returns whether the message is all there."""
         self._filled += nbytes
         return not len(self.unfilled)

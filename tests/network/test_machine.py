@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from penstock.network.host import FILES_PER_CLIENT, LOW_LIMIT, free_address, interface_of
-from penstock.store.data.remote_rows import KEPT
+from penstock.store.data.remote_rows import MOST_IDLE
 
 
 def test_the_interface_of_an_address() -> None:
@@ -32,7 +32,7 @@ print(warning())
 
 
 def test_a_member_counts_with_calls_heartbeat_and_what_it_keeps_open_for_rows() -> None:
-    assert FILES_PER_CLIENT == 2 + KEPT
+    assert FILES_PER_CLIENT == 2 + MOST_IDLE
 
 
 @pytest.mark.real

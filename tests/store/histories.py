@@ -257,7 +257,7 @@ class Histories(RuleBasedStateMachine):
         ranks = list(range(self.num_ranks))
         shuffled.shuffle(ranks)
         for rank in ranks:
-            assert self.ledger.share(made, rank) == made.parts[rank]
+            assert self.ledger.rows_of_rank(made, rank) == made.parts[rank]
             self.ledger.complete_shared(made.lease_id, rank)
         self.was_trained(made)
 
@@ -311,7 +311,7 @@ class Histories(RuleBasedStateMachine):
         self.shared[stage] += 1
         lease = self.ledger.residents.leases.held[first.lease_id]
         self.lineage.read(lease, stage)
-        shares = [self.ledger.share(first, rank) for rank in range(self.num_ranks)]
+        shares = [self.ledger.rows_of_rank(first, rank) for rank in range(self.num_ranks)]
         assert sorted(row for share in shares for row in share) == self.ledger.rows_of(lease)
         assert all(share == sorted(share) for share in shares)
         if self.ledger.residents.stage(stage).unit == "group":
@@ -333,7 +333,7 @@ class Histories(RuleBasedStateMachine):
             return
         assert again is made
         for rank, share in enumerate(shares):
-            left = self.ledger.share(made, rank)
+            left = self.ledger.rows_of_rank(made, rank)
             assert set(left) <= set(share)
             assert is_held or not left
             undone = {row for row in share if self.is_undone(row, made.stage)}
@@ -400,7 +400,7 @@ class Histories(RuleBasedStateMachine):
         if number:  # a late rank of theirs hears that its round is over, or that nothing is left to do in it
             with suppress(LeaseExpired):
                 made = self.ledger.lease_shared(stage, number - 1, self.num_ranks, 1, "c", self.now)
-                assert not any(self.ledger.share(made, rank) for rank in range(self.num_ranks))
+                assert not any(self.ledger.rows_of_rank(made, rank) for rank in range(self.num_ranks))
 
     def know_the_median(self) -> None:
         for _ in range(ENOUGH):

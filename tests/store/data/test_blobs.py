@@ -10,7 +10,7 @@ from penstock.algorithms.graph.columns import Column
 from penstock.store.data.block_index import BlockIndex, ValueBlock, assemble, by_value, gather
 from penstock.store.data.codec import SegmentRef
 from penstock.store.data.rows import Rows
-from penstock.store.data.schema import MAX_BYTES, blobs_of, check_types, compact, encode, encode_blobs, take
+from penstock.store.data.schema import MAX_BYTES, blobs_of, check_types, compact_blobs, encode, encode_blobs, take_rows
 from penstock.store.errors import StoreError, WrongType
 
 COLUMNS = {"one": Column("one", "binary"), "some": Column("some", "binary", "list")}
@@ -41,7 +41,7 @@ def test_whatever_is_done_with_rows_they_keep_their_blobs_once(given_rows, data:
     rows = Rows(ids, ids, pa.Table.from_batches([batch]))
     positions = data.draw(st.lists(st.integers(0, len(given_rows) - 1), max_size=8)) if given_rows else []
     start = data.draw(st.integers(0, len(given_rows)))
-    sliced = [compact(array) for array in batch.slice(start).columns]
+    sliced = [compact_blobs(array) for array in batch.slice(start).columns]
     found = {
         "select": (rows.select(positions), positions),
         "concat": (Rows.concat([rows.select(positions), rows]), [*positions, *ids]),
@@ -52,7 +52,7 @@ def test_whatever_is_done_with_rows_they_keep_their_blobs_once(given_rows, data:
         assert [list(map(bytes, blobs)) for blobs in some.blobs("some")] == [values["some"][row] for row in expected]
         assert some.lengths("some").tolist() == [len(values["some"][row]) for row in expected]
     taken = found["select"][0].table()
-    assert data_bytes(compact(taken.column("one").combine_chunks())) == sum(
+    assert data_bytes(compact_blobs(taken.column("one").combine_chunks())) == sum(
         map(len, {values["one"][row] for row in positions} & long)
     )
 
@@ -133,4 +133,4 @@ def test_a_lease_of_more_than_two_gib_is_read_and_sent_without_a_copy() -> None:
 def test_a_part_takes_no_blob_of_others_along() -> None:
     batch, _ = encode(COLUMNS, {"some": [[b"a" * 100], [b"b" * 100, b"a" * 100], [b"c" * 100]]}, range(3))
     for positions, nbytes in (([0], 100), ([1], 200), ([2, 0, 2], 200), ([], 0)):
-        assert data_bytes(take(batch["some"], pa.array(positions, pa.int64()))) == nbytes
+        assert data_bytes(take_rows(batch["some"], pa.array(positions, pa.int64()))) == nbytes

@@ -28,7 +28,7 @@ def batch(num_mb, fill):
 
 def segments_and_arena(shm, disk, max_bytes):
     segments = Segments(str(shm), str(disk), max_bytes)
-    segments.entered("w", lambda: None)
+    segments.add_client("w", lambda: None)
     places = (str(shm), str(disk))
     return segments, Arena(places, "w"), SegmentMappings(places, lambda: None)
 
@@ -63,7 +63,7 @@ assert (files_in(small / "shm"), files_in(large / "disk")) == (["w-0"], ["w-1"])
 check(mappings, first, 1)
 check(mappings, second, 2)
 segments.end(first.segment)
-arena.recycled(segments.notice("w").recycled)
+arena.take_back(segments.notice("w").recycled)
 assert arena.reserve(20 * MB) is None  # a file that came back, and cannot grow
 slot = arena.reserve(5 * MB)
 assert slot.size >= 5 * MB  # nor is it lost by that

@@ -21,13 +21,13 @@ def pooled_bytes(book: SegmentBook) -> int:
 
 def test_a_segment_comes_back_to_its_writer_after_its_last_row_and_reader() -> None:
     book = SegmentBook(BUDGET)
-    book.entered("w")
-    book.entered("r")
+    book.add_client("w")
+    book.add_client("r")
     assert not book.adopt("w-0", "batch", 50, False)
-    book.use("r", "w-0")
+    book.begin_reading("r", "w-0")
     assert book.end("w-0") == Instructions()
     assert book.segments["w-0"].state is SegmentState.ENDED
-    assert book.unuse("r", "w-0") == Instructions(recycled=["w-0"])
+    assert book.end_reading("r", "w-0") == Instructions(recycled=["w-0"])
     assert (book.bytes, pooled_bytes(book)) == (0, 50)
     book.adopt("w-0", "another", 50, False)
     assert (book.bytes, pooled_bytes(book)) == (50, 0)
@@ -38,15 +38,15 @@ def test_a_segment_comes_back_to_its_writer_after_its_last_row_and_reader() -> N
 @pytest.mark.parametrize("why", ["on disk", "too many pooled", "writer gone"])
 def test_a_segment_is_removed_where_it_cannot_be_pooled(why: str) -> None:
     book = SegmentBook(BUDGET)
-    book.entered("r")
+    book.add_client("r")
     if why != "writer gone":
-        book.entered("w")
+        book.add_client("w")
     book.adopt("w-0", "batch", BUDGET // POOLED_SHARE + (why == "too many pooled"), False)
-    book.use("r", "w-0")
+    book.begin_reading("r", "w-0")
     if why == "on disk":
         assert book.spilled("w-0").unmapped == [("w-0", {"w", "r"})]
         assert (book.bytes, book.spilled_bytes) == (0, BUDGET // POOLED_SHARE)
-    book.unuse("r", "w-0")
+    book.end_reading("r", "w-0")
     told = {"r"} if why == "writer gone" else {"r", "w"}
     assert book.end("w-0") == Instructions(unmapped=[("w-0", told)], removed=[("w-0", why == "on disk")])
     assert (book.bytes, book.spilled_bytes, pooled_bytes(book), book.segments) == (0, 0, 0, {})
@@ -55,7 +55,7 @@ def test_a_segment_is_removed_where_it_cannot_be_pooled(why: str) -> None:
 def test_each_node_has_a_budget_and_a_pool_of_its_own() -> None:
     book = SegmentBook(BUDGET)
     for client in ("w", "v"):
-        book.entered(client)
+        book.add_client(client)
     assert not book.adopt("w-0", "batch", BUDGET, False)
     assert not book.adopt("v-0", "batch", BUDGET, False, "remote")
     assert book.adopt("v-1", "batch", 1, False, "remote")
@@ -114,7 +114,7 @@ class Histories(RuleBasedStateMachine):
         while client in self.leaving:
             self.go_on_leaving(client)
         self.clients.add(client)
-        self.book.entered(client)
+        self.book.add_client(client)
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data(), nbytes=st.integers(1, 300), on_disk=st.booleans(), again=st.booleans())
@@ -143,7 +143,7 @@ class Histories(RuleBasedStateMachine):
     def read(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
         client = data.draw(st.sampled_from(sorted(self.clients)))
-        self.book.use(client, name)
+        self.book.begin_reading(client, name)
         self.readers[name].append(client)
         self.mapped[name].add(client)
 
@@ -153,11 +153,11 @@ class Histories(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(name for name, readers in self.readers.items() if readers)))
         client = data.draw(st.sampled_from(sorted(self.readers[name])))
         self.readers[name].remove(client)
-        self.heard(self.book.unuse(client, name))
+        self.heard(self.book.end_reading(client, name))
 
     @rule(client=st.sampled_from("abc"))
     def finish_what_is_not_known(self, client: str) -> None:
-        assert self.book.unuse(client, "nobody-7") == Instructions()
+        assert self.book.end_reading(client, "nobody-7") == Instructions()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -51,7 +51,7 @@ def segments_in(tmp_path: Path, max_bytes: int = BUDGET) -> Segments:
 
 
 def arena_of(segments: Segments, writer: str = "writer") -> Arena:
-    segments.entered(writer, lambda: None)
+    segments.add_client(writer, lambda: None)
     return Arena((str(segments.directory), str(segments.spill)), writer)
 
 
@@ -100,7 +100,7 @@ def test_a_batch_in_a_preallocated_file_is_read_as_any(tmp_path: Path) -> None:
     sent = pa.record_batch({"x": pa.array(np.arange(SPARE_BYTES // 8, dtype=np.int32))})
     placed = arena.place(sent, arena.reserve(SPARE_BYTES // 2 + KB))
     assert SegmentMappings([str(tmp_path)], lambda: None).read(placed).equals(sent)
-    arena.recycled([placed.segment])
+    arena.take_back([placed.segment])
     again = arena.reserve(SPARE_BYTES // 2)
     assert again is not None
     assert again.name == placed.segment
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_moved_goes_back_to_its_writer_or_away(tmp_path: P
 def test_a_slot_is_its_writers_until_what_lies_in_it_has_a_place(tmp_path: Path) -> None:
     """If no place has room for the rest of a batch, the batch goes by value, out of the slot."""
     arena = Arena([str(tmp_path)], "writer")
-    arena.recycled([arena.place(batch(5 * KB)).segment])
+    arena.take_back([arena.place(batch(5 * KB)).segment])
     slot = arena.reserve(5 * KB)  # and a few more: files grow in steps
     assert slot is not None
     room = slot.take(5 * KB)
@@ -165,13 +165,13 @@ def test_all_who_have_ever_mapped_a_file_hear_that_it_is_gone(tmp_path: Path) ->
     """A mapping of an earlier batch in the same file holds its pages as well."""
     segments = segments_in(tmp_path)
     arena = arena_of(segments)
-    segments.entered("reader", lambda: None)
+    segments.add_client("reader", lambda: None)
     first = arena.place(batch(5 * KB))
     segments.adopt(first)
-    segments.book.use("reader", first.segment)
-    segments.unuse("reader", [first.segment])
+    segments.book.begin_reading("reader", first.segment)
+    segments.end_readings("reader", [first.segment])
     segments.end(first.segment)
-    arena.recycled([first.segment])
+    arena.take_back([first.segment])
     second = arena.place(batch(5 * KB), arena.reserve(5 * KB))
     assert second.segment == first.segment
     segments.book.max_bytes = 1 * KB
@@ -226,8 +226,8 @@ def test_a_batch_whose_note_makes_no_sense_leaves_nobody_else_held(tmp_path: Pat
     async def main() -> None:
         remote, nodes = remote_nodes(tmp_path, "b")
         segments = Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), BUDGET, nodes)
-        segments.entered("writer", lambda: None)
-        segments.entered("other", lambda: None, "b")
+        segments.add_client("writer", lambda: None)
+        segments.add_client("other", lambda: None, "b")
         numbers = pa.record_batch({"x": pa.array(np.zeros(KB, np.int32))})
         wrong = replace(arena_of(segments).place(numbers), columns=(("x", "list<item: int32>", ((0, 8), (0, 8))),))
         elsewhere = SegmentRef("other-0", 0, 1, (("x", "int32", ((0, 4),)),), 10, "b")
@@ -303,7 +303,7 @@ def test_others_are_served_while_a_client_leaves_and_its_files_go_once_each(
             if turns == 3:
                 case.end(case.placed[50:])
         assert turns > 100 / 8
-        while segments._looking is not None:
+        while segments._unclaimed_task is not None:
             await asyncio.sleep(0.005)
         assert case.removed == Counter(one.segment for one in case.placed)
         assert files_in(tmp_path / "shm") == []
@@ -325,7 +325,7 @@ def test_a_store_that_closes_while_a_client_leaves_takes_all_files_with_it(
         case.segments.close()
         await leaving
         assert case.removed.total() == before
-        assert case.segments._looking is None
+        assert case.segments._unclaimed_task is None
         assert not (tmp_path / "shm").exists()
 
     asyncio.run(asyncio.wait_for(main(), 20))
@@ -360,7 +360,7 @@ def test_segments_that_are_written_and_read_keep_no_file_open(tmp_path: Path) ->
     placed = [arena.place(numbers) for _ in range(20)]
     read = [mappings.read(one) for one in placed]
     assert open_files() == before
-    arena.recycled(one.segment for one in placed[:10])
+    arena.take_back(one.segment for one in placed[:10])
     slots = [arena.reserve(4 * KB) for _ in range(10)]
     again = [arena.place(numbers, slot) for slot in slots]
     assert open_files() == before

@@ -96,7 +96,7 @@ class HistoriesWithLosses(Histories):
         shuffled.shuffle(ranks)
         given, late = ranks[:num_given], ranks[num_given:]
         for rank in given:
-            assert self.ledger.share(made, rank) == made.parts[rank]
+            assert self.ledger.rows_of_rank(made, rank) == made.parts[rank]
         self.lose_a_node(node)
         before = {cell: serial for cell, serial in self.lineage.values.items() if cell[0] in versions}
         self.work_everything_off()
@@ -105,7 +105,7 @@ class HistoriesWithLosses(Histories):
         for rank in late:
             was_there = all((row, name) in self.lineage.values for row in made.parts[rank] for name in TRAINED)
             try:
-                assert self.ledger.share(made, rank) == made.parts[rank]
+                assert self.ledger.rows_of_rank(made, rank) == made.parts[rank]
             except RowsLost:
                 assert not was_there
                 ending = "released" if ending == "trained" else ending

@@ -164,17 +164,17 @@ def test_ranks_that_share_a_round_go_on_with_the_rows_that_are_left(driver: Driv
     driver.compute("rollout")
     ledger = driver.ledger
     made = ledger.lease_shared("reference", 0, 2, 4, "reference", 0.0)
-    first, second = (ledger.share(made, rank) for rank in range(2))
+    first, second = (ledger.rows_of_rank(made, rank) for rank in range(2))
     lost = second[0]
     lose(driver, {lost // 2: {"response_ids": 1 << lost % 2}})
-    assert ledger.share(made, 0) == first
-    assert ledger.share(made, 1) == second[1:]
+    assert ledger.rows_of_rank(made, 0) == first
+    assert ledger.rows_of_rank(made, 1) == second[1:]
     lose(driver, {0: {"response_ids": 0b11}, 1: {"response_ids": 0b11}})
     assert ledger.lease_shared("reference", 0, 2, 4, "reference", 0.0) is made  # no rank waits for one that is refused
-    assert [ledger.share(made, rank) for rank in range(2)] == [[], []]
+    assert [ledger.rows_of_rank(made, rank) for rank in range(2)] == [[], []]
     driver.compute("rollout")
     again = ledger.lease_shared("reference", 1, 2, 4, "reference", 0.0)
-    assert sorted(ledger.share(again, 0) + ledger.share(again, 1)) == [0, 1, 2, 3]
+    assert sorted(ledger.rows_of_rank(again, 0) + ledger.rows_of_rank(again, 1)) == [0, 1, 2, 3]
 
 
 def test_a_step_goes_on_whose_ranks_have_their_rows(driver: Driver) -> None:
@@ -201,7 +201,7 @@ def test_a_rank_late_for_its_rows_is_told_and_the_batch_formed_again_in_order(dr
     lose(driver, {1: {"response_ids": 0b01}})
     late = next(rank for rank in range(2) if 2 in made.parts[rank])
     with pytest.raises(RowsLost, match=r"of rank \d in round 0 of stage 'train'.*Release the round"):
-        ledger.share(made, late)
+        ledger.rows_of_rank(made, late)
     ledger.complete_shared(made.lease_id, 1 - late)
     ledger.release(made.lease_id)
     check_invariants(ledger)
@@ -222,7 +222,7 @@ def test_a_prompt_lost_under_way_costs_its_group_only_if_the_step_is_lost(driver
     check_invariants(ledger)
     assert ledger.counters["dropped/node_lost"] == 2
     made = ledger.lease_shared("train", 0, 1, 1, "trainer", 0.0)
-    assert ledger.share(made, 0) == [2, 3, 4, 5]
+    assert ledger.rows_of_rank(made, 0) == [2, 3, 4, 5]
     lose(driver, {1: {"prompt_ids": 0b11}})
     ledger.complete_shared(made.lease_id, 0)
     check_invariants(ledger)

@@ -109,7 +109,7 @@ def test_what_a_trajectory_has_read_counts_for_the_ranks_shares() -> None:
     driver.compute_all()
     driver.ledger.residents.groups[0].context_tokens = [3000, 0]
     made = driver.ledger.lease_shared("train", 0, 2, 1, "trainer", 0.0)
-    assert [driver.ledger.share(made, rank) for rank in range(2)] in ([[0], [1, 2, 3]], [[1, 2, 3], [0]])
+    assert [driver.ledger.rows_of_rank(made, rank) for rank in range(2)] in ([[0], [1, 2, 3]], [[1, 2, 3], [0]])
 
 
 def test_where_old_turns_are_context_rows_without_a_young_one_go_alone() -> None:
@@ -129,7 +129,7 @@ def test_all_ranks_share_the_same_batch_and_its_rows_end_with_the_last_ack(drive
     ledger = driver.ledger
     made = ledger.lease_shared("train", 0, 3, 1, "trainer", 0.0)
     assert ledger.lease_shared("train", 0, 3, 1, "trainer", 0.0) is made
-    shares = [ledger.share(made, rank) for rank in range(3)]
+    shares = [ledger.rows_of_rank(made, rank) for rank in range(3)]
     assert sorted(row for share in shares for row in share) == [0, 1, 2, 3]
     for rank in (2, 0, 0):
         ledger.complete_shared(made.lease_id, rank)
@@ -248,7 +248,7 @@ def test_scorers_that_take_the_place_of_others_begin_with_a_round_of_their_own(d
     assert driver.ledger.settle("reference") == 0
     first = driver.ledger.lease_shared("reference", 0, 2, 2, "reference", 0.0)
     lease = driver.ledger.residents.leases.held[first.lease_id]
-    written = driver.ledger.share(first, 0)
+    written = driver.ledger.rows_of_rank(first, 0)
     driver.write(lease, "reference", written)
     driver.ledger.lease_shared("reference", 1, 2, 2, "reference", 0.0)
     assert driver.ledger.settle("reference") == driver.ledger.settle("reference") == 2
@@ -270,11 +270,11 @@ def test_other_stages_are_shared_over_ranks_by_whole_units(driver: Driver) -> No
     driver.admit(3)
     driver.compute("rollout")
     made = driver.ledger.lease_shared("reference", 0, 2, 4, "reference", 0.0)
-    assert sorted(driver.ledger.share(made, 0) + driver.ledger.share(made, 1)) == [0, 1, 2, 3]
+    assert sorted(driver.ledger.rows_of_rank(made, 0) + driver.ledger.rows_of_rank(made, 1)) == [0, 1, 2, 3]
     lease = driver.ledger.residents.leases.held[made.lease_id]
-    share = driver.ledger.share(made, 0)
+    share = driver.ledger.rows_of_rank(made, 0)
     driver.write(lease, "reference", share)
-    assert driver.ledger.share(made, 0) == []
+    assert driver.ledger.rows_of_rank(made, 0) == []
     with pytest.raises(StoreError, match="completed by writing"):
         driver.ledger.complete_shared(made.lease_id, 0)
     driver.ledger.expire(10.0)

@@ -138,7 +138,7 @@ class Cluster:
         if made is None:
             return
         self.is_training = True
-        rows = self.ledger.share(made, 0)
+        rows = self.ledger.rows_of_rank(made, 0)
         self.staleness += [made.version - self.sampled[row] for row in rows]
         self.after(self.random.uniform(0.1, 3.0), lambda: self.trained_one(made.lease_id))
 

@@ -35,12 +35,12 @@ def test_counts_are_those_of_the_leases_whatever_becomes_of_them(seed: int) -> N
         stage, client = random.choice(STAGES), random.choice("abc")
         lease = driver.lease(stage, random.randint(1, 4), float(now), owner=client)
         if lease is not None:
-            clients.gave(LeaseRequest(stage, 4, client, client=client), lease)
+            clients.note_lease(LeaseRequest(stage, 4, client, client=client), lease)
             leases[lease.id] = client, lease
         elif held := [one for _, one in leases.values() if one.id in driver.ledger.residents.leases.held]:
             _end_some(random, driver, random.choice(held), float(now))
         for name in STAGES:
-            assert Counter(clients.held_of(name).units) == recounted(leases, driver, name)
+            assert Counter(clients.holdings[name].units) == recounted(leases, driver, name)
     assert leases
 
 

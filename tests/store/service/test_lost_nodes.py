@@ -96,7 +96,7 @@ def test_lost_responses_are_sampled_again_and_their_rows_trained_once(tmp_path: 
         assert {name: count for name, count in stats.items() if name.startswith("lost/")} == {
             "lost/rollout": 2, "lost/reward": 2, "lost/reference": 2, "lost/group_advantage": 2,
         }  # fmt: skip
-        assert not any(store.blocks.lost())
+        assert not any(store.blocks.lost_cells())
 
     with_an_engine(tmp_path, body)
 

@@ -180,7 +180,7 @@ def test_a_move_after_the_stores_end_is_refused_by_name_and_leaving_is_free(tmp_
         answers = await asyncio.gather(*moving, return_exceptions=True)
         assert [type(answer) for answer in answers] == [list, StoreClosed]
         store.segments._departed.add("somebody")
-        await store.segments._look_for_files()
-        assert store.segments._looking is None
+        await store.segments._remove_unclaimed()
+        assert store.segments._unclaimed_task is None
 
     serve(tmp_path, body, shared_bytes=1000)

@@ -50,19 +50,19 @@ def ask(client: str, max_held: int = 8, num_peers: int = 1) -> LeaseRequest:
 
 def test_one_that_is_alone_gets_everything() -> None:
     sharing = Sharing(Holdings())
-    sharing.asked(ask("a"))
+    sharing.note_request(ask("a"))
     assert sharing.share(8, ask("a"), []) == 8
     assert sharing.share(8, LeaseRequest("reward", 64, "r"), []) == 8
 
 
 def test_units_are_kept_for_those_that_are_expected_until_patience_is_over() -> None:
     sharing = Sharing(Holdings())
-    sharing.asked(ask("a", num_peers=3))
+    sharing.note_request(ask("a", num_peers=3))
     assert sharing.share(6, ask("a"), []) == 2  # two have not come yet
-    sharing.asked(ask("b", num_peers=3))
+    sharing.note_request(ask("b", num_peers=3))
     sharing.expect_only(["a"])
     assert sharing.share(6, ask("a"), []) == 6
-    sharing.asked(ask("b", num_peers=3))
+    sharing.note_request(ask("b", num_peers=3))
     assert sharing.share(6, ask("a"), []) == 3
     sharing.left("b")
     assert sharing.share(6, ask("a"), []) == 6
@@ -71,7 +71,7 @@ def test_units_are_kept_for_those_that_are_expected_until_patience_is_over() -> 
 def test_one_that_came_and_is_gone_is_expected_no_more() -> None:
     sharing = Sharing(Holdings())
     for client in ("a", "b"):
-        sharing.asked(ask(client, num_peers=2))
+        sharing.note_request(ask(client, num_peers=2))
     sharing.left("b")
     assert sharing.share(6, ask("a"), []) == 6
 
@@ -113,7 +113,7 @@ def test_what_is_counted_as_it_changes_is_what_a_look_at_all_clients_finds(seed:
                                max_held=random.choice((0, 6, 8)), num_peers=random.randint(1, 7))  # fmt: skip
         match random.choice(("ask", "hold", "hold", "leave", "impatience")):
             case "ask":
-                sharing.asked(request)
+                sharing.note_request(request)
                 if request.max_held and client not in known.most:
                     known.most[client] = request.max_held
                     if known.num_peers >= 0:
@@ -132,7 +132,7 @@ def test_what_is_counted_as_it_changes_is_what_a_look_at_all_clients_finds(seed:
                 known.most = {one: most for one, most in known.most.items() if one in present}
                 known.num_peers = -1
         asking = [ask(one, random.choice((0, 3, 8))) for one in random.choices(names, k=5)]
-        assert sharing.first(asking) is min(asking, key=sharing.priority)
+        assert sharing.next_request(asking) is min(asking, key=sharing.priority)
         waiting = [ask(one, random.choice((6, 8))) for one in random.choices(names, k=3)]
         for one in (request, waiting[0]):
             free = random.randint(1, 30)
