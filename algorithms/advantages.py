@@ -40,11 +40,11 @@ from penstock.algorithms.aggregation import masked
 from penstock.algorithms.checks import as_mask, checked_mask, describe, has_axes, non_negative, positive, same_shape
 from penstock.algorithms.graph.columns import field_of
 from penstock.algorithms.kl import kl_penalty
-from penstock.algorithms.named import Named
+from penstock.algorithms.registry import FormulaRegistry
 from penstock.conf.checks import one_of, within
 from penstock.conf.errors import ConfigError, ShapeError
 
-ADVANTAGES = Named("algorithm.advantage")
+ADVANTAGES = FormulaRegistry("algorithm.advantage")
 advantage = ADVANTAGES.register
 CENTRES = ("none", "group", "batch", "leave_one_out")
 SCALES = ("none", "group", "batch")

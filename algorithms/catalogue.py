@@ -187,12 +187,14 @@ def with_masked(flow: Dataflow, limits: Collection[str]) -> Dataflow:
     if train.takes_groups:
         raise DataflowError(f"{key}: the algorithm's loss compares the samples of a group. Take drop or train.")
     kept = Column(MASKED, "bool")
-    masked = Stage("masked", "filter", "sample", (FINISH, *made), (kept,), function=Unmasked(limits), reason="masked")
+    masked = Stage(
+        "masked", "filter", "sample", (FINISH, *made), (kept,), function=TruncationFilter(limits), reason="masked"
+    )
     stages = [one for stage in flow.stages for one in ((masked, stage) if stage is train else (stage,))]
     return Dataflow(stages, flow.samples_per_prompt)
 
 
-class Unmasked:
+class TruncationFilter:
     """True for samples that no limit has truncated whose samples are masked. A filter; what it reads beside the reason
     of the end is what has to be there before a sample may leave."""
 

@@ -24,16 +24,14 @@ from torch import Tensor
 
 from penstock.algorithms.checks import non_negative, same_shape
 from penstock.algorithms.kl import log_ratio, sequence_log_ratio
-from penstock.algorithms.named import Named, NonNegative
+from penstock.algorithms.registry import FormulaRegistry, NonNegative
 from penstock.conf.errors import ConfigError
 
-Mean = Callable[[Tensor], Tensor]
-"""A function from a token value `[B, T]` to this micro-batch's contribution to its mean."""
-Weighted = tuple[Tensor, dict[str, Tensor]]
+TokenWeights = tuple[Tensor, dict[str, Tensor]]
 """Weights `[B, T]` and token values of metrics, `[B, T]` each."""
-Correction = Callable[..., Weighted]
+Correction = Callable[..., TokenWeights]
 
-CORRECTIONS = Named("algorithm.correction")
+CORRECTIONS = FormulaRegistry("algorithm.correction")
 correction = CORRECTIONS.register
 
 
@@ -49,13 +47,13 @@ def truncated_importance_weight(trainer_logprobs: Tensor, behavior_logprobs: Ten
 
 
 @correction("none")
-def none(old: Tensor, behavior: Tensor, mask: Tensor) -> Weighted:
+def none(old: Tensor, behavior: Tensor, mask: Tensor) -> TokenWeights:
     """Weight 1, no metrics. The loss then takes its ratio against the engine's log-probabilities."""
     return torch.ones_like(old), {}
 
 
 @correction("truncated")
-def truncated(old: Tensor, behavior: Tensor, mask: Tensor, *, cap: NonNegative = 2.0) -> Weighted:
+def truncated(old: Tensor, behavior: Tensor, mask: Tensor, *, cap: NonNegative = 2.0) -> TokenWeights:
     """Truncated importance sampling (Ionides 2008), each token on its own: `w = min(π_old / π_behavior, cap)`.
 
     Metrics: `correction_weight_mean`, `correction_capped_fraction`.
@@ -66,7 +64,7 @@ def truncated(old: Tensor, behavior: Tensor, mask: Tensor, *, cap: NonNegative =
 @correction("sequence_truncated")
 def sequence_truncated(
     old: Tensor, behavior: Tensor, mask: Tensor, *, cap: NonNegative = 2.0, ratio: str = "product"
-) -> Weighted:
+) -> TokenWeights:
     """Truncated importance sampling of whole responses: every token weighs `w = min(Π_t π_old / Π_t π_behavior, cap)`.
 
     `ratio="product"` is the exact ratio of the responses and unbiased but for the cap; its variance grows with the
@@ -77,7 +75,9 @@ def sequence_truncated(
 
 
 @correction("masked")
-def masked(old: Tensor, behavior: Tensor, mask: Tensor, *, low: NonNegative = 0.5, high: NonNegative = 5.0) -> Weighted:
+def masked(
+    old: Tensor, behavior: Tensor, mask: Tensor, *, low: NonNegative = 0.5, high: NonNegative = 5.0
+) -> TokenWeights:
     """Two-sided masking of tokens: `w = k` where `low ≤ k ≤ high`, else 0, with `k = π_old / π_behavior`.
 
     2510.18855 (IcePop), with its bounds: a token on which engine and trainer disagree badly teaches nothing, instead
@@ -91,7 +91,7 @@ def masked(old: Tensor, behavior: Tensor, mask: Tensor, *, low: NonNegative = 0.
 @correction("rejection")
 def rejection(
     old: Tensor, behavior: Tensor, mask: Tensor, *, low: NonNegative = 0.5, high: NonNegative = 2.0
-) -> Weighted:
+) -> TokenWeights:
     """Whole responses are kept (`w = 1`) or masked out (`w = 0`), by the geometric mean of their tokens' ratios: kept
     if `low ≤ (Π_t π_old / π_behavior)^(1/length) ≤ high`.
 
@@ -102,12 +102,12 @@ def rejection(
     return _kept(kept_BT.to(old.dtype), kept_BT)
 
 
-def _capped(weight_BT: Tensor, cap: float) -> Weighted:
+def _capped(weight_BT: Tensor, cap: float) -> TokenWeights:
     capped_BT = torch.eq(weight_BT, cap).float()
     return weight_BT, {"correction_weight_mean": weight_BT, "correction_capped_fraction": capped_BT}
 
 
-def _kept(weight_BT: Tensor, kept_BT: Tensor) -> Weighted:
+def _kept(weight_BT: Tensor, kept_BT: Tensor) -> TokenWeights:
     return weight_BT, {"correction_weight_mean": weight_BT, "correction_masked_fraction": (~kept_BT).float()}
 
 

@@ -17,7 +17,7 @@ itself the gradient of the divergence is `E[r ∇log π]` (the term `E[∇r] = E
 variants `k1_st` and `k3_st` have the value of k1 or k3, for the metrics, and the gradient of k2.
 
 In the loss: `kl_estimate`, called by `losses/policy.py` with log-probabilities that carry gradients. In the reward:
-`kl_penalty` of tokens and `shaping.py` of responses, where only values count. The coefficient is a number, or
+`kl_penalty` of tokens and `penalized_reward` of responses, where only values count. The coefficient is a number, or
 follows a target between steps: `AdaptiveKl`.
 
 Legend: B rows of the micro-batch, T response tokens, padded.

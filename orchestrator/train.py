@@ -63,7 +63,7 @@ def train(
 
 def _config(given: Mapping[str, Any]) -> RunConfig:
     """The configuration of a call. Raises `ConfigError`."""
-    settings = dict(_flat({name: _as_keys(name, value) for name, value in given.items()}))
+    settings = dict(_flatten({name: _section_of(name, value) for name, value in given.items()}))
     if "data.path" in settings:
         settings = {"data.source": "auto"} | settings
         if not any(key.startswith("evaluation.") for key in settings):
@@ -84,11 +84,11 @@ def _config(given: Mapping[str, Any]) -> RunConfig:
     names = [name_of(one).strip("<>") if callable(one) else None for one in rewards]
     for number, (name, one) in enumerate(zip(names, rewards, strict=True)):
         title = f"{name}_{number}" if name and names.count(name) > 1 else name
-        config.rewards.append(WeightedRewardConfig(_inline(one), name=title))
+        config.rewards.append(WeightedRewardConfig(_inline_function(one), name=title))
     return config
 
 
-def _as_keys(name: str, value: Any) -> Any:
+def _section_of(name: str, value: Any) -> Any:
     """An argument as keys have it."""
     if name == "model" and not isinstance(value, Mapping):
         if not isinstance(value, str | Path):
@@ -118,17 +118,17 @@ def _rows(key: str, value: Any) -> Any:
     )
 
 
-def _inline(value: Any) -> Any:
+def _inline_function(value: Any) -> Any:
     return InlineValue(f"{name_of(value)}, {GIVEN}", value) if callable(value) else value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values by dotted keys, functions as `InlineValue`s."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", _inline(value)
+            yield f"{prefix}{name}", _inline_function(value)
 
 
 @contextlib.contextmanager

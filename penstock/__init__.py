@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from penstock.algorithms.graph.loss import LossOutput as LossOutput
     from penstock.algorithms.graph.stage import Stage as Stage
     from penstock.algorithms.losses import surrogate as surrogate
-    from penstock.algorithms.named import NonNegative as NonNegative
-    from penstock.algorithms.named import Positive as Positive
+    from penstock.algorithms.registry import NonNegative as NonNegative
+    from penstock.algorithms.registry import Positive as Positive
     from penstock.algorithms.registry import algorithm as algorithm
     from penstock.conf.algorithms import AlgorithmConfig as AlgorithmConfig
     from penstock.conf.errors import AttemptOver as AttemptOver
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from penstock.workers.protocols import Datum as Datum
     from penstock.workers.protocols import LossCall as LossCall
     from penstock.workers.protocols import Sampling as Sampling
-    from penstock.workers.reward.registry import reward as reward
+    from penstock.workers.reward.reward_registry import reward as reward
     from penstock.workers.sandbox.sandbox import Sandbox as Sandbox
 
 _MODULES = {

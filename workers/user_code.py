@@ -35,7 +35,7 @@ class InlineValue(str):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inline_value, (str(self), pickled_by_value(self.value))
+        return _inline_value, (str(self), pickle_by_value(self.value))
 
     def __deepcopy__(self, memo: Any) -> "InlineValue":
         return self
@@ -45,7 +45,7 @@ def _inline_value(name: str, pickled: bytes) -> InlineValue:
     return InlineValue(name, pickle.loads(pickled))
 
 
-def pickled_by_value(value: Any) -> bytes:
+def pickle_by_value(value: Any) -> bytes:
     """The value pickled by cloudpickle; a function of a module that is the user's own by value, as another process may
     not find it. Raises `ConfigError`."""
     cloudpickle = importlib.import_module("cloudpickle")

@@ -32,7 +32,7 @@ from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, 
 from penstock.algorithms.checks import as_mask, checked_mask, describe, has_axes, positive, same_shape
 from penstock.algorithms.graph.columns import CANDIDATES, HINTED, Column, field_of
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.stage import Renamed, columns_read
+from penstock.algorithms.graph.stage import ParameterAlias, columns_read
 from penstock.algorithms.kl import LOG_RATIO_BOUND
 from penstock.algorithms.losses import policy_loss, sft_loss
 from penstock.algorithms.losses.policy import LossAndMetrics
@@ -62,30 +62,32 @@ def distill(cfg: DistillConfig) -> Dataflow:
         flow.logprobs(model, candidates=cfg.candidates, prompt=prompt, rows_of=(cfg.teacher_by, value))
     if cfg.teachers:
         teacher = "teacher"
-        add_choice(flow, cfg)
+        add_teacher_choice(flow, cfg)
     else:
         flow.logprobs(teacher, candidates=cfg.candidates, prompt=prompt)
     if cfg.candidates:
         compared = partial(divergence_loss, divergence=cfg.divergence, beta=cfg.beta, aggregation=cfg.aggregation)
         return flow.train("policy", loss=compared)
-    judge = Renamed(partial(reverse_kl_advantage, discount=cfg.discount), "teacher_logprobs", f"{teacher}_logprobs")
+    judge = ParameterAlias(
+        partial(reverse_kl_advantage, discount=cfg.discount), "teacher_logprobs", f"{teacher}_logprobs"
+    )
     flow.compute(judge, per="sample", reads=columns_read(judge), writes=[TOKEN_ADVANTAGE])
     loss = partial(policy_loss, surrogate="reinforce", aggregation=cfg.aggregation)
-    return flow.train("policy", loss=Renamed(loss, "advantage", TOKEN_ADVANTAGE.name))
+    return flow.train("policy", loss=ParameterAlias(loss, "advantage", TOKEN_ADVANTAGE.name))
 
 
-def add_choice(flow: Dataflow, cfg: DistillConfig) -> Dataflow:
+def add_teacher_choice(flow: Dataflow, cfg: DistillConfig) -> Dataflow:
     """Add the stage that takes, of what several teachers have written, the columns of each row's own."""
     names = ("{}_logprobs", "{}_candidate_ids", "{}_candidates") if cfg.candidates else ("{}_logprobs",)
     of_teachers = {value: [name.format(model) for name in names] for value, model in cfg.teachers.items()}
     writes: list[str | Column] = [Column("teacher_logprobs", "float32", "token")]
     writes += [CANDIDATES, "teacher_candidates"] if cfg.candidates else []
     reads = ["task", *(name for columns in of_teachers.values() for name in columns)]
-    choose = partial(of_its_teacher, by=cfg.teacher_by, of_teachers=of_teachers)
+    choose = partial(choose_teacher_columns, by=cfg.teacher_by, of_teachers=of_teachers)
     return flow.compute(choose, per="sample", reads=reads, writes=writes, name="of_its_teacher")
 
 
-def of_its_teacher(
+def choose_teacher_columns(
     task: list[str], *, by: str, of_teachers: Mapping[str, Sequence[str]], **columns: list[Tensor]
 ) -> tuple[list[Tensor], ...]:
     """The columns of each row's own teacher. `task`: JSON. `of_teachers`: names of the columns that the teacher of each

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.algorithms.advantages import gae, token_rewards, unpadded, whitened
+from penstock.algorithms.builtin.policy_gradient import KL_COEF, add_adaptive_coefficient
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.stage import Renamed
+from penstock.algorithms.graph.stage import ParameterAlias
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, value_loss
 from penstock.algorithms.registry import algorithm
-from penstock.algorithms.shaping import KL_COEF, add_adaptive_coefficient
 from penstock.conf.algorithms import PpoConfig
 
 TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")
@@ -82,4 +82,4 @@ def ppo(cfg: PpoConfig) -> Dataflow:
         flow.staleness()
     options = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss: Any = partial(interpolated_policy_loss if decoupled else policy_loss, surrogate_options=options)
-    return flow.train("policy", loss=Renamed(loss, "advantage", TOKEN_ADVANTAGE.name))
+    return flow.train("policy", loss=ParameterAlias(loss, "advantage", TOKEN_ADVANTAGE.name))

@@ -46,7 +46,7 @@ from penstock.conf.algorithms import (
 @algorithm("dpo")
 def dpo(cfg: DpoConfig) -> Dataflow:
     """Direct preference optimisation on a dataset of pairs: 2305.18290."""
-    return _trained(Dataflow().preferences(), cfg)
+    return _train_on_pairs(Dataflow().preferences(), cfg)
 
 
 @algorithm("online_dpo")
@@ -57,10 +57,10 @@ def online_dpo(cfg: OnlineDpoConfig) -> Dataflow:
     flow.reward()
     select = partial(best_and_worst, min_gap=cfg.min_gap)
     flow.compute(select, per="group", reads=["reward"], writes=["preferred"])
-    return _trained(flow, cfg)
+    return _train_on_pairs(flow, cfg)
 
 
-def _trained(flow: Dataflow, cfg: DpoConfig) -> Dataflow:
+def _train_on_pairs(flow: Dataflow, cfg: DpoConfig) -> Dataflow:
     losses: dict[str, Any] = {
         "dpo": partial(dpo_loss, beta=cfg.beta, label_smoothing=cfg.label_smoothing),
         "ipo": partial(ipo_loss, beta=cfg.beta),
@@ -75,16 +75,16 @@ def _trained(flow: Dataflow, cfg: DpoConfig) -> Dataflow:
 @algorithm("kto")
 def kto(cfg: KtoConfig) -> Dataflow:
     """Single responses of a dataset, of which a reward says whether they are good: 2402.01306."""
-    return _judged(Dataflow().demonstrations(), cfg)
+    return _train_on_judgements(Dataflow().demonstrations(), cfg)
 
 
 @algorithm("online_kto")
 def online_kto(cfg: OnlineKtoConfig) -> Dataflow:
     """KTO on the policy's own samples."""
-    return _judged(Dataflow().rollout("policy", samples_per_prompt=cfg.group_size), cfg)
+    return _train_on_judgements(Dataflow().rollout("policy", samples_per_prompt=cfg.group_size), cfg)
 
 
-def _judged(flow: Dataflow, cfg: KtoConfig) -> Dataflow:
+def _train_on_judgements(flow: Dataflow, cfg: KtoConfig) -> Dataflow:
     flow.reward()
     flow.compute(partial(good_or_bad, threshold=cfg.threshold), per="sample", reads=["reward"], writes=["desirable"])
     flow.logprobs("reference")

@@ -111,8 +111,8 @@ class Dataflow:
         `candidates`: a number of tokens, the likeliest in the place of each response token; `candidate_ids` and
         `teacher_candidates` have them, for a loss that takes `candidate_logprobs`. `prompt`: what the model reads
         before the response; `hinted_ids`: the prompt with a hint, which the source makes. `rows_of`: a field of the
-        task, and its value in the rows that are the model's, of several (`of_its_teacher`); the columns of candidates
-        are then `<model>_candidate_ids` and `<model>_candidates`.
+        task, and its value in the rows that are the model's, of several (`choose_teacher_columns`); the columns of
+        candidates are then `<model>_candidate_ids` and `<model>_candidates`.
         """
         name = f"{model}_logprobs"
         columns = [STANDARD_COLUMNS.get(name, Column(name, "float32", "token"))]
@@ -203,9 +203,9 @@ class Dataflow:
         """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are
         named: columns, what the trainer provides (`PROVIDED_BY_TRAINER` in `stage.py`), or `inputs`, a `LossInputs`.
         `aggregation`: of a loss that returns a value for each token; see `aggregate`."""
-        from penstock.algorithms.graph.loss import aggregated  # late: it imports torch, and the store reads graphs
+        from penstock.algorithms.graph.loss import wrap_loss  # late: it imports torch, and the store reads graphs
 
-        loss = aggregated(loss, aggregation)
+        loss = wrap_loss(loss, aggregation)
         required, optional = _loss_columns(loss)
         reads = tuple(dict.fromkeys(("prompt_ids", "response_ids", *required)))
         stage = Stage("train", "train", "batch", reads, (), model=model, function=loss, optional_reads=optional)

@@ -155,7 +155,7 @@ class AggregatedLoss:
         return loss, {name: value.detach() for name, value in means.items()}
 
 
-def aggregated(loss: Callable[..., Any], aggregation: str = "token_mean") -> Callable[..., Any]:
+def wrap_loss(loss: Callable[..., Any], aggregation: str = "token_mean") -> Callable[..., Any]:
     """The loss as the trainer calls it: an author's is aggregated where it returns a value for each token. Penstock's
     own return contributions."""
     inner = loss.func if isinstance(loss, partial) else loss
@@ -169,7 +169,7 @@ def check_loss(loss: Callable[..., Any] | None, columns: Mapping[str, Column]) -
 
     A loss that fails for what was made up, or gives another number each time, cannot be judged.
     """
-    if not isinstance(loss, AggregatedLoss) or (made := _made_up_arguments(loss, columns)) is None:
+    if not isinstance(loss, AggregatedLoss) or (made := _random_arguments(loss, columns)) is None:
         return ""
     totals = BatchTotals.of(made["mask"]) + BatchTotals(0, 0, 2)
 
@@ -205,7 +205,7 @@ def _padded(value: Tensor) -> Tensor:
     return value if value.dim() == 1 else pad(value, (0, 3) if value.dim() == 2 else (0, 0, 0, 3))
 
 
-def _made_up_arguments(loss: Callable[..., Any], columns: Mapping[str, Column]) -> dict[str, Tensor] | None:
+def _random_arguments(loss: Callable[..., Any], columns: Mapping[str, Column]) -> dict[str, Tensor] | None:
     """Arguments of a loss but for the totals: four rows of two groups. None: it reads what cannot be made up."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(5) < torch.tensor([[5], [3], [4], [2]])

@@ -198,10 +198,10 @@ def columns_read(function: Function) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.name != GROUP_IDS]
 
 
-class Renamed:
+class ParameterAlias:
     """The function, with one parameter under the name of another column. Pickles where the function does.
 
-    >>> columns_read(Renamed(lambda reward: reward, "reward", "shaped_reward"))
+    >>> columns_read(ParameterAlias(lambda reward: reward, "reward", "shaped_reward"))
     ['shaped_reward']
     """
 

@@ -38,11 +38,11 @@ from torch import Tensor
 from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked, per_token
 from penstock.algorithms.checks import checked_mask, describe, non_negative, positive, same_shape
 from penstock.algorithms.corrections import CORRECTIONS, Correction, none
-from penstock.algorithms.graph.loss import aggregated
+from penstock.algorithms.graph.loss import wrap_loss
 from penstock.algorithms.graph.stage import name_of
 from penstock.algorithms.kl import kl_estimate
 from penstock.algorithms.losses.surrogates import SURROGATES, Surrogate
-from penstock.algorithms.named import NO_OPTIONS, Options, checked_options
+from penstock.algorithms.registry import NO_OPTIONS, Options, checked_options
 from penstock.conf.algorithms import AGGREGATIONS
 from penstock.conf.algorithms import CORRECTIONS as PRESET_CORRECTIONS
 from penstock.conf.checks import one_of
@@ -104,7 +104,7 @@ def policy_loss(
     metrics = {name: token_mean(value).detach() for name, value in (metrics_BT | correction_metrics_BT).items()}
     metrics["pg_loss"] = pg_loss.detach()
     if reference_logprobs is None:
-        _no_reference(kl_coef)
+        _check_no_kl(kl_coef)
         return pg_loss, metrics
     same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs)
     kl_BT = kl_estimate(new, masked(reference_logprobs, valid).detach(), kl_estimator)
@@ -185,7 +185,7 @@ def ppo_clip_loss(
     )
 
 
-def _no_reference(kl_coef: float) -> None:
+def _check_no_kl(kl_coef: float) -> None:
     if kl_coef:
         raise ConfigError(
             f"algorithm.kl_coef={kl_coef} needs reference_logprobs, which nothing writes. "
@@ -206,10 +206,10 @@ def proximal_anchor(
     `new`, `behavior`: zero in padding already. Raises `ConfigError` for a column that nothing writes, `ShapeError`.
     """
     if proximal == "column":
-        column = _written("proximal_logprobs", proximal_logprobs, proximal)
+        column = _require_column("proximal_logprobs", proximal_logprobs, proximal)
         same_shape(new, "logprobs", proximal_logprobs=column)
         return masked(column, mask).detach()
-    return interpolated_logprobs(new, behavior, _written("staleness", staleness, proximal))
+    return interpolated_logprobs(new, behavior, _require_column("staleness", staleness, proximal))
 
 
 def interpolated_logprobs(new: Tensor, behavior: Tensor, staleness: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def interpolated_logprobs(new: Tensor, behavior: Tensor, staleness: Tensor) -> T
     return new.detach() + share * (behavior - new.detach())
 
 
-def _written(name: str, column: Tensor | None, proximal: str) -> Tensor:
+def _require_column(name: str, column: Tensor | None, proximal: str) -> Tensor:
     if column is None:
         raise ConfigError(
             f"algorithm.proximal={proximal} needs {name}, which nothing writes. "
@@ -294,7 +294,7 @@ def with_entropy_bonus(
 ) -> EntropyBonus:
     """Make the loss `loss - coef · mean(entropy)`, for the trainer to call like any loss. `aggregation`, `constant`:
     see `aggregate`; give those of the loss. Raises `ConfigError`."""
-    return EntropyBonus(aggregated(loss, aggregation), coef, aggregation, constant)
+    return EntropyBonus(wrap_loss(loss, aggregation), coef, aggregation, constant)
 
 
 ROUNDING = 1e-12

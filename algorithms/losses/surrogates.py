@@ -7,7 +7,7 @@
 `new`: log-probabilities of the policy, with gradient. `old`: what the ratio is taken against, without. `advantage`: a
 token, without. All `[B, T]`, float32 (float64 stays), zero in padding already. `mask`: bool `[B, T]`. Returned are the
 loss of each token `[B, T]`, to be minimised, and token values of metrics `[B, T]`, which are averaged over the batch's
-tokens. What is returned under padding is ignored. Settings are keyword-only; `algorithms/named.py` says how to limit
+tokens. What is returned under padding is ignored. Settings are keyword-only; `algorithms/registry.py` says how to limit
 them.
 
 A surrogate sees one micro-batch. It must treat rows independently, or the result depends on how the batch is cut. Four
@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.kl import LOG_RATIO_BOUND, log_ratio, sequence_log_ratio
-from penstock.algorithms.named import Named, NonNegative, Positive
+from penstock.algorithms.registry import FormulaRegistry, NonNegative, Positive
 from penstock.conf.errors import ConfigError
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
 """Losses `[B, T]`, and token values of metrics, `[B, T]` each."""
 Surrogate = Callable[..., TokenLosses]
-SURROGATES = Named("algorithm.surrogate")
+SURROGATES = FormulaRegistry("algorithm.surrogate")
 surrogate = SURROGATES.register
 
 

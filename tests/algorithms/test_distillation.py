@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import kl_div, log_softmax
 
 from penstock.algorithms.builtin.imitation import (
+    choose_teacher_columns,
     discounted_sums,
     distill,
-    of_its_teacher,
     padded_reverse_kl_advantage,
     reverse_kl_advantage,
 )
@@ -231,9 +231,9 @@ def test_a_row_gets_the_columns_of_its_own_teacher():
     of_teachers = {"math": ["one_logprobs"], "code": ["other_logprobs"]}
     columns = {"one_logprobs": [torch.ones(2), torch.zeros(3)], "other_logprobs": [torch.zeros(2), torch.ones(3) * 2]}
     task = ['{"data_source": "math"}', '{"data_source": "code"}']
-    (found,) = of_its_teacher(task, by="data_source", of_teachers=of_teachers, **columns)
+    (found,) = choose_teacher_columns(task, by="data_source", of_teachers=of_teachers, **columns)
     assert values(found) == [[1.0, 1.0], [2.0, 2.0, 2.0]]
     with pytest.raises(DataflowError, match=r"algorithm\.teachers has none for data_source=maths.*math"):
-        of_its_teacher(['{"data_source": "maths"}'], by="data_source", of_teachers=of_teachers, **columns)
+        choose_teacher_columns(['{"data_source": "maths"}'], by="data_source", of_teachers=of_teachers, **columns)
     with pytest.raises(DataflowError, match=r"algorithm\.teacher_by=kind: a task has no such field"):
-        of_its_teacher(task, by="kind", of_teachers=of_teachers, **columns)
+        choose_teacher_columns(task, by="kind", of_teachers=of_teachers, **columns)

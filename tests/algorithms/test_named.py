@@ -5,7 +5,7 @@ import pytest
 from penstock.algorithms.advantages import ADVANTAGES
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES
-from penstock.algorithms.named import Named
+from penstock.algorithms.registry import FormulaRegistry
 from penstock.conf.errors import ConfigError
 
 
@@ -18,24 +18,24 @@ def _two():
 
 
 def test_a_function_is_found_by_its_name_and_stays_a_plain_function():
-    names = Named("algorithm.thing")
+    names = FormulaRegistry("algorithm.thing")
     assert names.register("one")(_one) is _one
     assert names.find("one") is _one
 
 
 def test_a_function_stands_for_itself():
-    assert Named("algorithm.thing").find(_two) is _two
+    assert FormulaRegistry("algorithm.thing").find(_two) is _two
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one():
-    names = Named("algorithm.thing")
+    names = FormulaRegistry("algorithm.thing")
     names.register("truncated")(_one)
     with pytest.raises(ConfigError, match=r"algorithm.thing=truncate: unknown; did you mean 'truncated'\?"):
         names.find("truncate")
 
 
 def test_a_name_belongs_to_one_function():
-    names = Named("algorithm.thing")
+    names = FormulaRegistry("algorithm.thing")
     names.register("one")(_one)
     names.register("one")(_one)  # a file that is loaded twice
     with pytest.raises(ConfigError, match=r"algorithm.thing=one: .*_two takes a name that .*_one has"):
@@ -44,7 +44,7 @@ def test_a_name_belongs_to_one_function():
 
 
 def test_a_partial_can_have_a_name():
-    names = Named("algorithm.thing")
+    names = FormulaRegistry("algorithm.thing")
     names.register("one")(partial(_one))
     with pytest.raises(ConfigError, match="takes a name"):
         names.register("one")(partial(_two))

@@ -2,7 +2,7 @@ from functools import partial
 
 import pytest
 
-from penstock.algorithms.named import NO_OPTIONS, NonNegative, Positive, checked_options
+from penstock.algorithms.registry import NO_OPTIONS, NonNegative, Positive, checked_options
 from penstock.conf.errors import ConfigError
 
 

@@ -8,10 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.algorithms.builtin.policy_gradient import (
+    has_signal,
+    next_coefficient,
+    overlong_reward,
+    penalized_reward,
+    response_kl,
+)
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.graph.stage import Renamed, columns_read
+from penstock.algorithms.graph.stage import ParameterAlias, columns_read
 from penstock.algorithms.kl import AdaptiveKl
-from penstock.algorithms.shaping import has_signal, next_coefficient, overlong_reward, penalized_reward, response_kl
 from penstock.conf.algorithms import PolicyGradientConfig, PpoConfig, RlooConfig
 from penstock.conf.errors import ConfigError, ShapeError
 
@@ -49,7 +55,7 @@ def test_a_renamed_parameter_reads_another_column():
     def advantage(reward, group_ids, *, scale=1.0):
         return reward * scale
 
-    renamed = Renamed(partial(advantage, scale=2.0), "reward", "shaped_reward")
+    renamed = ParameterAlias(partial(advantage, scale=2.0), "reward", "shaped_reward")
     assert columns_read(advantage) == ["reward"]
     assert columns_read(renamed) == ["shaped_reward"]
     assert renamed(shaped_reward=3.0, group_ids=None) == 6.0

@@ -22,7 +22,7 @@ from penstock.orchestrator.recovery.resume import finished_run, open_run
 from penstock.orchestrator.run import RunResult
 from penstock.orchestrator.run_directory.run_directory import RunDirectory, to_yaml
 from penstock.workers.prompts.opening import open_rows
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.user_code import GIVEN, InlineValue
 
 ROWS = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(5)]
@@ -149,9 +149,9 @@ def test_what_cannot_be_is_refused_with_a_suggestion(arguments: dict[str, Any], 
         penstock.train(**arguments)
 
 
-def test_rows_without_the_column_are_named() -> None:
+def test_rows_without_the_column_are_named(configured: Any) -> None:
     with pytest.raises(DataError, match=r"2 rows, given to penstock.train row 0: no column 'question'"):
-        questions(training._config({"data.path": [{"q": "1"}, {"q": "2"}]}))
+        questions(configured(dataset=[{"q": "1"}, {"q": "2"}], reward=score))
 
 
 def test_files_of_a_run_say_what_was_given_and_hold_none_of_it(configured: Any) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals, aggregate
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.graph.loss import LossInputs, LossOutput, aggregated, check_loss
+from penstock.algorithms.graph.loss import LossInputs, LossOutput, check_loss, wrap_loss
 from penstock.algorithms.losses import ppo_clip_loss, with_entropy_bonus
 from penstock.conf.errors import ConfigError, DataflowError, ShapeError
 
@@ -44,16 +44,16 @@ def test_a_loss_with_inputs_reads_what_stages_write():
 @pytest.mark.parametrize(("aggregation", "by_hand"), [("token_mean", 1.5), ("sequence_mean", 1.0)])
 def test_values_of_tokens_are_aggregated_as_the_dataflow_says(aggregation, by_hand):
     # values 2, 4, 6 and -4, that of padding ignored: 8 over 4 tokens; (4 - 4) / 2 sequences
-    loss = aggregated(lambda inputs: reinforce(inputs) - torch.tensor([[0.0], [2.0]]), aggregation)
+    loss = wrap_loss(lambda inputs: reinforce(inputs) - torch.tensor([[0.0], [2.0]]), aggregation)
     advantage = torch.tensor([2.0, -0.5])
     value, metrics = call(loss, advantage=advantage)
     assert (value.item(), metrics) == ({"token_mean": 2.0, "sequence_mean": 0.0}[aggregation], {})
-    by_name = aggregated(lambda logprobs, advantage: -advantage[:, None] * logprobs, aggregation)
+    by_name = wrap_loss(lambda logprobs, advantage: -advantage[:, None] * logprobs, aggregation)
     assert call(by_name, advantage=torch.tensor([1.0, 0.0]))[0].item() == by_hand
 
 
 def test_metrics_of_tokens_are_token_means_without_gradient():
-    loss = aggregated(lambda inputs: LossOutput(inputs.logprobs, {"log": inputs.logprobs}))
+    loss = wrap_loss(lambda inputs: LossOutput(inputs.logprobs, {"log": inputs.logprobs}))
     logprobs = torch.tensor([[-1.0, -3.0]], requires_grad=True)
     value, metrics = loss(logprobs=logprobs, mask=torch.ones(1, 2), totals=BatchTotals(2, 1))
     assert value.requires_grad
@@ -62,7 +62,7 @@ def test_metrics_of_tokens_are_token_means_without_gradient():
 
 def test_a_mean_in_place_of_values_is_refused():
     with pytest.raises(ShapeError, match=r"the loss mean returned float32 \[\]; expected \[2, 3\].*Do not"):
-        call(aggregated(named("mean", lambda inputs: inputs.logprobs.mean())))
+        call(wrap_loss(named("mean", lambda inputs: inputs.logprobs.mean())))
 
 
 def named(name, function):
@@ -72,7 +72,7 @@ def named(name, function):
 
 def test_an_input_that_no_stage_writes_is_named():
     with pytest.raises(DataflowError, match=r"inputs\.reference_logprobs, which no stage writes"):
-        call(aggregated(lambda inputs: inputs.reference_logprobs))
+        call(wrap_loss(lambda inputs: inputs.reference_logprobs))
     flow = flow_with(lambda inputs: inputs.reference_logprobs)
     with pytest.raises(DataflowError, match=r"inputs\.reference_logprobs"):
         check_loss(flow.stage("train").function, flow.columns)
@@ -80,14 +80,14 @@ def test_an_input_that_no_stage_writes_is_named():
 
 def test_penstock_s_own_losses_stay_as_they_are():
     loss = partial(ppo_clip_loss, clip_high=0.28)
-    assert aggregated(loss) is loss
+    assert wrap_loss(loss) is loss
     assert check_loss(loss, COLUMNS) == ""
     with pytest.raises(ConfigError, match="aggregation=mean"):
         flow_with(reinforce, aggregation="mean")
 
 
 def test_a_loss_goes_to_other_processes_and_takes_an_entropy_bonus():
-    loss = pickle.loads(pickle.dumps(aggregated(partial(reinforce, scale=2.0))))
+    loss = pickle.loads(pickle.dumps(wrap_loss(partial(reinforce, scale=2.0))))
     assert call(loss, advantage=torch.ones(2))[0].item() == 5.0
     with_bonus = with_entropy_bonus(reinforce, coef=0.5)
     value, metrics = call(with_bonus, advantage=torch.ones(2), entropy=torch.ones(2, 3))
@@ -106,7 +106,7 @@ WRONG = {
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
 def test_a_loss_that_depends_on_how_batches_are_cut_is_found(loss):
     with pytest.raises(DataflowError, match=r"for a batch, .* for its two halves together and .* with more padding"):
-        check_loss(aggregated(loss), COLUMNS)
+        check_loss(wrap_loss(loss), COLUMNS)
 
 
 RIGHT = {
@@ -127,7 +127,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_other_losses_pass_the_trial(loss):
-    check_loss(aggregated(loss), COLUMNS)
+    check_loss(wrap_loss(loss), COLUMNS)
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.sampled_from(["token_mean", "sequence_mean", "sequence_sum"]))
@@ -135,7 +135,7 @@ def test_an_aggregated_loss_is_the_same_however_a_batch_is_cut(cut, more, how):
     generator = torch.Generator().manual_seed(cut)
     mask = torch.arange(4) < torch.tensor([[4], [1], [0], [3]])
     columns = {"logprobs": -torch.rand(4, 4, generator=generator), "advantage": torch.randn(4, generator=generator)}
-    loss, totals = aggregated(reinforce, how), BatchTotals.of(mask)
+    loss, totals = wrap_loss(reinforce, how), BatchTotals.of(mask)
 
     def value(rows):
         padded = {name: torch.nn.functional.pad(one[rows], (0, more)) if one.dim() == 2 else one[rows]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, sft_loss
 from penstock.algorithms.losses.policy import interpolated_logprobs
-from penstock.algorithms.named import Positive
+from penstock.algorithms.registry import Positive
 from penstock.conf.errors import ConfigError, ShapeError
 from tests.algorithms.losses.ragged import batch, run
 
