@@ -1,13 +1,12 @@
-"""Answers to what the page asks for below /api/, as plain data, from any thread, and the questions by name: what an
-address's words mean, and which answer is given; `Live`: runs that change. `app.py` makes HTTP of them,
-`open_run.py` answers about one run.
+"""Answers to what the page asks for below /api/, as plain data, from any thread. `app.py` makes HTTP of them.
 
-A new question is a line in `QUESTIONS`.
+    OpenRun     what was read of one run's files so far, and the answers about it
+    Answers     the runs of a place, and those that are open
+    Live        runs that change, as events for each page
+    QUESTIONS   which answer a name and the words of an address ask for. A new question is a line there
 
-A run that is looked at: what was read of its files so far, and answers from that.
-
-Metrics and samples have a lock each. So a search for a text in a million samples holds up neither the charts of the
-same run nor anything of another.
+Metrics and samples of a run have a lock each, so a search for a text in a million samples holds up neither the charts
+of the same run nor anything of another.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ from penstock.orchestrator.observability.runs.own_files import (
     section,
 )
 from penstock.orchestrator.run_directory.json_lines import json_of
-from penstock.orchestrator.run_directory.pictures import FOLDER, MOST_BYTES, NAME
+from penstock.orchestrator.run_directory.picture_folder import FOLDER, MOST_BYTES, NAME
 from penstock.ui.activity import Traced, printed
 from penstock.ui.rollouts import Rollouts, SampleFilter
 
