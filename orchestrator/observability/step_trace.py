@@ -8,7 +8,7 @@ Lines are written during the next step: no step waits for it. They are few enoug
 an engine that took different times stay apart, so that stragglers are seen; what other stages do in a row becomes one
 span.
 
-The critical path of a step: the chain of what each next thing waited for, one thing at a time. Pure.
+The critical path of a step is the chain of what each next thing waited for, one thing at a time; it is pure:
 
     ranks wait for the batch ◀─ the last write of its rows ◀─ what that one had waited for ◀─ … ◀─ its admission
     then: update, save, publish, load, evaluate

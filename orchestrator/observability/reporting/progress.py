@@ -1,10 +1,8 @@
 """The display of a run while it lasts: live in a terminal, one line a step elsewhere.
 
 The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a
-line, `warn` for what is wrong with the run. Bar, spinner, clocks and the estimate are rich's; `step_view.py` shows a
-step's metrics.
-
-A step's metrics as people read them: a line of a log, and what the live display shows. Pure.
+line, `warn` for what is wrong with the run. Bar, spinner, clocks and the estimate are rich's. The functions that put a
+step's metrics into a line or a table are pure.
 """
 
 import math

@@ -2,12 +2,10 @@
 
 It is made at the end of a run and by `penstock report RUN`. What the page says is gathered here; how it looks is in
 `templates/`. Its scripts and styles are those of `charts/static/`, as text. What a run lacks (steps, samples, metrics)
-is left out of its page.
+is left out of its page. Pictures are small, each once as a rule of the page's style, and up to a size in all:
 
-Pictures within a page that is one file: small, each once as a rule of the page's style, and up to a size in all.
-
-text with marks, or a message's parts ─▶ `of_text`, `of_parts` ─▶ pieces: texts, and pictures at their places
-                                                               ─▶ `style`: a rule for each picture
+    text with marks, or a message's parts ─▶ `of_text`, `of_parts` ─▶ pieces: texts, and pictures at their places
+                                                                   ─▶ `style`: a rule for each picture
 """
 
 import base64
