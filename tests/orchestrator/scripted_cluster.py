@@ -272,8 +272,8 @@ class ScriptedNodesFleet(Fleet):
         self._scripted = ScriptedStoreProcess(config, make, told, pause)
         self._scripted.handle = make()  # type: ignore[attr-defined]
 
-    def _put_together(self) -> ActorMaker:
-        maker = super()._put_together()
+    def _make_parts(self) -> ActorMaker:
+        maker = super()._make_parts()
         self.store_process = self._scripted  # type: ignore[assignment]
         return maker
 
