@@ -48,8 +48,8 @@ TRAINERS: Mapping[str, TrainerCapabilities] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCapabilities:
-    """Capabilities of an engine for rollouts (`rollout.engine`). Without further arguments: those of an engine that
-    samples text, and whose memory and speed nobody estimates."""
+    """Capabilities of an engine for rollouts (`rollout.engine`). The defaults are those of a new engine: it samples
+    from the model, and does nothing that the other fields name."""
 
     implementation: str
     """Function that makes the engine from an `EngineSpec` and `Meters`, as `module:function`. Imported when an actor
@@ -62,9 +62,9 @@ class RolloutCapabilities:
     """True if torch computes in the actor's own process."""
     start_s: float = 0.0
     """Seconds that it usually takes to start, for the message that says so; 0: hardly any."""
-    options: Mapping[str, Any] | None = None
-    """Options (`rollout.engine_options`) by which samples keep to a JSON schema without free spaces; None: it takes no
-    options, and samples keep to no structure."""
+    structure_options: Mapping[str, Any] | None = None
+    """Options (`rollout.engine_options`) with which samples follow a JSON schema without extra whitespace. None: it
+    takes no options, and its samples follow no structure."""
     record_experts_on: frozenset[str] = frozenset()
     """Devices, `cpu` or `gpu`, on which it records the experts of each token (`rollout.router_replay`)."""
     serves_adapters: bool = False
@@ -89,7 +89,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
         is_exact=False,
         computes_in_actor=False,
         start_s=30,
-        options={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
+        structure_options={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
         record_experts_on=frozenset({"gpu"}),
         serves_adapters=True,
         lora_ranks=(8, 16, 32, 64, 128, 256, 320, 512),

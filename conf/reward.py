@@ -73,7 +73,7 @@ class JudgeConfig:
     def rollout(self) -> RolloutConfig:
         """The engine's settings as those of an engine for rollouts. A schema alone lets a model write spaces without
         end."""
-        options = {**(ROLLOUT_ENGINES[self.engine].options or {}), **self.engine_options}
+        options = {**(ROLLOUT_ENGINES[self.engine].structure_options or {}), **self.engine_options}
         return RolloutConfig(
             engine=self.engine, num_gpus_per_worker=self.num_gpus, dtype=self.dtype, max_model_len=self.max_model_len,
             max_concurrent_samples=self.max_concurrent_samples, kv_cache_gib=self.kv_cache_gib,

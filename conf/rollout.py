@@ -240,7 +240,7 @@ class RolloutConfig:
     def _check_engine_options(self) -> None:
         """Raise `ConfigError` that names what is to be set instead of an option, or why it cannot be set. vLLM itself
         refuses options that it does not know, when the engine starts."""
-        if self.engine_options and self.capabilities.options is None:
+        if self.engine_options and self.capabilities.structure_options is None:
             raise ConfigError(f"rollout.engine_options are vLLM's, and rollout.engine={self.engine}. Leave them out.")
         for name, value in self.engine_options.items():
             what = f"rollout.engine_options.{name}={value}"

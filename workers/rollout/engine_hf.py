@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 def sampling_logprobs(logits_BV: torch.Tensor, sampling: Sampling, banned: Sequence[int] = ()) -> torch.Tensor:
     """The log-probabilities, `[B, V]` float32, of the distribution that is sampled from; -inf where truncated away.
-    `banned`: tokens that are never sampled, whose probability goes to the others before anything else is done.
+    `banned`: tokens that are never sampled, whose probability is given to all other tokens first.
 
     At `temperature=0` (greedy) these are the model's own, as if the temperature were 1: the distribution itself would
     be a point.
@@ -87,7 +87,7 @@ def choose_tokens(logprobs_BV: torch.Tensor, uniforms_B: torch.Tensor | None) ->
     total_B1 = cumulative_BV[:, -1:]
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     targets_B1 = torch.minimum(uniforms_B[:, None] * total_B1, below_total_B1)
-    last = logprobs_BV.shape[-1] - 1  # beyond it is only what has no numbers, which is told where it is written
+    last = logprobs_BV.shape[-1] - 1  # beyond it only where probabilities are no numbers, which the worker reports
     return torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0].clamp(max=last)
 
 
@@ -213,7 +213,7 @@ class MergedAdapters:
         self._states: dict[str, AdapterState] = {}
         self._used: AdapterState | None = None
         self._base: dict[str, torch.nn.Parameter] = {}
-        """The model's own weights that others stand for now, by their names."""
+        """The model's own weights that are replaced now, by their names."""
         self._merged: dict[str, torch.nn.Parameter] = {}
         """Room for other weights, which one adapter after the other takes."""
 
@@ -484,7 +484,7 @@ class HfEngine:
         return scores.output([response.sampled(call.topk_logprobs) for response in self._responses(request)])
 
     def _inputs(self, request: GroupRequest) -> tuple[dict[str, torch.Tensor], PicturePrompt | None]:
-        """Arguments of the forward pass of the prompt, and what is seen in it."""
+        """Arguments of the forward pass of the prompt, and its pictures."""
         prompt_ids, pictures = request.prompt_ids, request.pictures
         check_pictures(self._processor, pictures, self._config.max_pictures, self._spec.model_path)
         seen = None if self._processor is None else PicturePrompt.of(self.model, self._processor, prompt_ids, pictures)

@@ -30,7 +30,7 @@ class TimeModel:
     tokens_per_s: float = math.inf
     """Decoding rate of one sequence."""
     load_s: float = 0.0
-    """Seconds to load new weights; sequences in flight go on meanwhile, under the old weights."""
+    """Seconds to load new weights; sequences in flight continue meanwhile, under the old weights."""
 
 
 class ScriptedEngine:

@@ -4,7 +4,7 @@
     load     ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
                 up to `verify` it continues to generate, and sequences are kept
     deliver  ─▶ where weights are streamed: the parts that `load` loads, from the trainer
-    sleep    ─▶ on a GPU that others use meanwhile: weights are discarded, and nothing of them is in host memory;
+    sleep    ─▶ on a GPU that a trainer uses meanwhile: weights are discarded, and none are kept in host memory;
                 after `wake` nothing is sampled before `load` has brought weights
 
 Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights had
@@ -96,7 +96,7 @@ LORA_RANKS = ROLLOUT_ENGINES["vllm"].lora_ranks
 WORKER_CALLS = "penstock.workers.weights.vllm.backends.WorkerCalls"
 WORKER_WITH_HEADS = "penstock.workers.rollout.vllm_heads.WorkerWithHeads"
 BACKENDS = {"shm": BACKEND, "ipc": IPC_BACKEND}
-"""vLLM's names of weight-transfer backends, by `weights.transport`; the others have the same name."""
+"""vLLM's names of weight-transfer backends, where they differ from `weights.transport`."""
 IMAGE = "image"
 """vLLM's name of the modality."""
 TAIL_BYTES = 1 << 16
@@ -229,8 +229,9 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """Leave the device. On a shared GPU, weights and KV cache are discarded (vLLM's level 2); requests in flight
-        wait in vLLM, and are recomputed once the engine is awake. Where nobody brings the weights again, as beside
-        adapters and where they are streamed, they go to the host's memory (level 1). A CPU has nothing to give back."""
+        wait in vLLM, and are recomputed once the engine is awake. Where no
+        publication brings the weights again, as beside adapters and where they are streamed, they go to the host's
+        memory (level 1). A CPU has nothing to give back."""
         self.check_alive()
         self._awake.clear()
         self._wakes = False
@@ -312,9 +313,9 @@ class VllmEngine:
                 loggers = [] if self._stats is None else [self._stats.logger]
                 self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=cast(Any, loggers))
             except (RuntimeError, ValueError, OSError) as error:
-                told = failure_message(str(error), self._output.tail())
+                message = failure_message(str(error), self._output.tail())
                 raise ResourceError(
-                    f"the vLLM engine for {self._spec.model_path} did not start: {told}\nIts memory is set by "
+                    f"the vLLM engine for {self._spec.model_path} did not start: {message}\nIts memory is set by "
                     "rollout.kv_cache_gib and rollout.max_model_len, on a GPU by rollout.gpu_memory_utilization."
                 ) from None
         self._children = [child for child in multiprocessing.active_children() if child not in others]
@@ -410,14 +411,14 @@ class VllmEngine:
 
     async def _exchange(self, delivery: Delivery, mapped: MappedWeights | None) -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`. vLLM is
-        paused already while it sleeps, and goes on when it wakes."""
+        paused already while it sleeps, and continues when it wakes."""
         paused = self.num_in_flight > 0 and (self._awake.is_set() or not shares_gpu(self._config))
         if paused:
             await self._pause(delivery)
         try:
-            if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
+            if not paused:  # no request to preempt: it suffices to drop the prefixes cached under the old weights
                 await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
-                if self._pictures is not None and not self._keeps_encoder_cache:  # and what they have seen in pictures
+                if self._pictures is not None and not self._keeps_encoder_cache:  # and the features of pictures
                     await self._phase(delivery, "pause", self.llm.reset_encoder_cache())
             await self._begin(delivery)
         except PenstockError:
@@ -438,7 +439,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _loaded(self, delivery: Delivery, mapped: MappedWeights | None) -> AsyncIterator[None]:
-        """Load all weights before the block. A sender is told of the end only once the version has been asserted as
+        """Load all weights before the block. A sender hears of the end only once the version has been asserted as
         well."""
         if isinstance(delivery, Publication):
             assert mapped is not None
@@ -463,7 +464,7 @@ class VllmEngine:
 
     @property
     def _keeps_encoder_cache(self) -> bool:
-        """True if what has been seen in pictures is what the next version would see, too."""
+        """True if the next version computes the same features of pictures."""
         return self._pictures is not None and self._spec.tower_is_frozen
 
     async def _pause(self, delivery: Delivery) -> None:
@@ -540,8 +541,8 @@ class VllmEngine:
     def _died(self, reason: object) -> WorkerDied:
         self._broken = self._broken or str(reason)
         codes = [child.exitcode for child in self._children if child.exitcode]
-        told = failure_message(str(reason), self._output.tail(), ", ".join(map(how_ended, codes)))
-        return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {told}")
+        message = failure_message(str(reason), self._output.tail(), ", ".join(map(how_ended, codes)))
+        return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {message}")
 
     def check_alive(self) -> None:
         if self._broken is not None or self.llm is None:
@@ -559,8 +560,7 @@ class VllmRequest:
     call: SampleCall
     vocabulary: int
     chooses: bool
-    """True if the engine can score tokens of a prompt that it is told (vLLM's second model runner, which needs
-    Triton)."""
+    """True if the engine can score chosen tokens of a prompt (vLLM's second model runner, which needs Triton)."""
     banned: Sequence[int]
     """Tokens that are never sampled."""
     detokenizer: Detokenizer
@@ -591,7 +591,7 @@ class VllmRequest:
         else:
             raise DataError(
                 f"target_prompt_ids: vLLM without Triton, as on a CPU, scores no chosen tokens of a prompt, and has to "
-                f"tell of its whole vocabulary: {len(call.prompt_ids)} tokens times {self.vocabulary} are more than "
+                f"return its whole vocabulary: {len(call.prompt_ids)} tokens times {self.vocabulary} are more than "
                 f"{MOST_SCORES}. Set rollout.engine=hf."
             )
         return made
@@ -680,7 +680,7 @@ def to_completion(
 
 def request_progress(processor: Any) -> SamplingProgress:
     """Counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
-    Samples of a group that are done wait for the others with the group."""
+    Finished samples of a group wait there until the whole group is finished."""
     samples = processor.request_states.values()
     done = [sample for group in processor.parent_requests.values() for sample in group.output_aggregator if sample]
     num_tokens = sum(sample.detokenizer.num_output_tokens() for sample in samples)
@@ -701,8 +701,8 @@ def picture_prompt(processor: PictureProcessor, prompt_ids: list[int], pictures:
     rows = torch.tensor(family.num_rows(features.grid_thw))
     tensors: Any = family.inputs(torch.from_numpy(features.pixel_values), torch.from_numpy(features.grid_thw))
     # Of a prompt whose prefix is cached vLLM lets go of all fields but those that stay on the host, and without M-RoPE
-    # of all. Weights that come while it is under way drop the prefix, and what has been seen of pictures: then pixels
-    # are needed after all.
+    # of all. Weights that come while it is under way drop the prefix, and the features of pictures: then pixels are
+    # needed after all.
     fields = family.inputs(
         MultiModalFieldConfig.flat_from_sizes(IMAGE, rows, keep_on_cpu=True),
         MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
@@ -781,7 +781,7 @@ def adapter_arguments(rank: int, num_loaded: int) -> dict[str, Any]:
 
 
 def picture_arguments(config: RolloutConfig, family: Family) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs` for a model that sees. Features come with their pixels normalized: by default vLLM
+    """Arguments of `AsyncEngineArgs` for a vision model. Features come with their pixels normalized: by default vLLM
     does that in the model, and would do it a second time. The cache of processed pictures is off: it would keep, in two
     processes, what is processed elsewhere. A run of text allows for one: with none vLLM leaves the tower out, whose
     weights are published. Prefixes are cached for M-RoPE alone: see `picture_prompt`."""
@@ -939,7 +939,7 @@ class EngineOutput:
                     break
                 self._kept += chunk
                 del self._kept[:-TAIL_BYTES]
-                with suppress(OSError):  # nobody reads it: it is kept all the same
+                with suppress(OSError):  # no process reads it: it is kept all the same
                     _write(self._onward, chunk)
             return False
 
@@ -951,10 +951,10 @@ def failure_message(reason: str, output: str, ended: str = "") -> str:
     cause = find_cause(lines)
     if cause is None and not _POINTS_ELSEWHERE.search(reason):
         return reason
-    told = cause or (f"its process ended: {ended}" if ended else "it ended without saying why")
+    shown = cause or (f"its process ended: {ended}" if ended else "it ended without saying why")
     if not lines:
-        return f"{told} ({reason})"
-    return "\n".join([told, "The end of its output:", *(f"  {line}" for line in lines[-SHOWN_LINES:]), reason])
+        return f"{shown} ({reason})"
+    return "\n".join([shown, "The end of its output:", *(f"  {line}" for line in lines[-SHOWN_LINES:]), reason])
 
 
 def find_cause(lines: list[str]) -> str | None:
@@ -977,5 +977,5 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it
+        with suppress(OSError, ValueError):  # closed, or no process reads it
             stream.flush()

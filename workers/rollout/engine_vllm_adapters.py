@@ -111,8 +111,8 @@ class VllmAdapterEngine(VllmEngine):
         return LoRARequest(NAME, NUMBER, str(self._folder.of(version)), load_inplace=in_place)
 
     async def _open(self, publication: Publication) -> MappedWeights:
-        """Map, verify, check that the publication is an adapter of these layers (vLLM would take one of others, and
-        leave out what it does not know), and put it where vLLM can read it."""
+        """Map, verify, check that the publication is an adapter of these layers (vLLM would take an adapter of
+        other layers, and leave out what it does not know), and put it where vLLM can read it."""
         mapped = await self._phase(publication, "open", asyncio.to_thread(MappedWeights, publication))
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
         if layer_shapes(mapped.manifest, self._adapter) != self._layers:
@@ -329,8 +329,8 @@ class VllmWholeEngine(VllmEngine):
 
         sample ─▶ its weights are there? else wait for the samples under way, write them as a publication, and load that
 
-    A caller waits for those who came before, so that two clients of different weights take turns. Weights that rest are
-    in the host's memory; the base model's are read from its files again.
+    A caller waits for earlier ones, so that two clients of different weights take turns. Unused weights are in the
+    host's memory; the base model's are read from its files again.
     """
 
     def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:

@@ -37,7 +37,7 @@ from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, Progress,
 from penstock.workers.weights.engine_calls import Delivery, Info, ReceivingEngine, StreamPart
 
 POLL_S = 0.05
-"""Seconds between two looks at an engine that is to finish."""
+"""Seconds between two checks of an engine that finishes its requests."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Rollout(ServingActor):
             await self._until_closed(store)
 
     async def _until_closed(self, store: StoreClient) -> None:
-        """Serve while others ask. Raises the death of the engine: environments that have met it go on with another
-        engine, and tell nobody."""
+        """Serve until the store is closed. Raises the death of the engine: environments that meet it continue with
+        another engine, and report it to nobody."""
         closing, dying = asyncio.ensure_future(store.until_closed()), asyncio.ensure_future(self.has_died.wait())
         try:
             await asyncio.wait([closing, dying], return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +149,7 @@ class Rollout(ServingActor):
             return await self._engine.generate(prompt, num_samples, sampling, *([] if pictures is None else [pictures]))
 
     async def fault_of(self, prompt_ids: Sequence[int], completion: Completion) -> str:
-        """What is wrong with a response to a prompt whose log-probabilities are not finite."""
+        """Describe a response whose log-probabilities are not finite, and the engine's weights."""
         with self._recording_death():
             return await fault_of(self._engine, self._spec.name, prompt_ids, completion)
 

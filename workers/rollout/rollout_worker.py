@@ -176,8 +176,8 @@ class RolloutWorker:
 
 
 async def fault_of(engine: RolloutEngine, name: str, prompt_ids: Sequence[int], completion: Completion) -> str:
-    """What is wrong with a sample that is not finite, and with the engine's weights. `name`: of the engine. Raises
-    `WorkerDied`."""
+    """Describe a sample that is not finite, and whether the engine's weights may be the cause. `name`: of the engine.
+    Raises `WorkerDied`."""
     place = next(index for index, value in enumerate(completion.logprobs) if not math.isfinite(value))
     shown = ", ".join(map(str, prompt_ids[:NUM_SHOWN])) + (", …" if len(prompt_ids) > NUM_SHOWN else "")
     return (

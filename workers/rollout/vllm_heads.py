@@ -5,7 +5,7 @@ vLLM's own `LogitsProcessorWithLoRA` takes row i of the logits for that of reque
 sampled. For the log-probabilities of a prompt there is a row for each of its tokens, and vLLM would fail on a CPU, and
 take the adapters of other requests on a GPU. Here each row has the adapter of its own token:
 
-    forward ─▶ hidden states of all tokens ─▶ rows of a prompt: a view of them, so their place tells their tokens
+    forward ─▶ hidden states of all tokens ─▶ rows of a prompt: a view of them, whose offset identifies their tokens
                                           └─▶ last tokens: a copy, a row for each request
 
 Qwen2 and Mistral do not say that their heads may have adapters (`embedding_modules`); here they do. The embedding has

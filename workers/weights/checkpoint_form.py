@@ -106,7 +106,7 @@ class CheckpointForm:
         for transform in reversed(get_model_conversion_mapping(self._lm, add_legacy=False)):
             if isinstance(transform, PrefixChange):
                 # That of a whole model says nothing of the checkpoint, which may have had it or not. One that is taken
-                # off a part is in all checkpoints that others have written, and in engines.
+                # off a part is in all published checkpoints, and in engines.
                 if transform.scope_prefix and transform.prefix_to_remove:
                     renamings.append(transform.reverse_transform())
                 continue
@@ -148,8 +148,8 @@ class CheckpointForm:
 
 
 def keeps_float32(lm: Any) -> Callable[[str], bool]:
-    """A function that tells for a parameter's name whether the model's class keeps it in float32 where the model is
-    bfloat16. transformers has patterns that it finds anywhere in a name, such as `gate.weight`."""
+    """A predicate of a parameter's name: whether the model's class keeps it in float32 where the model is bfloat16.
+    transformers has patterns that it finds anywhere in a name, such as `gate.weight`."""
     patterns = [pattern.replace("*", ".*") for pattern in getattr(lm, "_keep_in_fp32_modules_strict", None) or ()]
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 

@@ -12,8 +12,8 @@ For each node that has trainer ranks there is one chain of the receiving nodes. 
 from chain to chain, so that no node is always the last, and in a version each sends about as much as any other. Every
 node computes the same, so that no node needs a message about its place.
 
-A node's part in one chain (`Pull`): which chunks it has, which upstream it asks for the others, when it asks another
-one.
+A node's part in one chain (`Pull`): which chunks it has, which upstream it asks for the missing ones, and when it
+asks another.
 
     ask(upstream, missing) ─▶ arrived(chunk)* ─▶ … ─▶ ended      complete, or ask again for what was damaged
                               waiting(age_s)                      the upstream has nothing new, and says so
@@ -129,8 +129,8 @@ def make_plan(
     """
     chunks = [
         Chunk(name, start, size, rank)
-        for rank, told in enumerate(pieces)
-        for name, first, count in told
+        for rank, spans in enumerate(pieces)
+        for name, first, count in spans
         for start, size in cut(layout.place(name), first, count, chunk_bytes)
     ]
     check_coverage("the ranks' pieces", layout, chunks)
@@ -169,7 +169,7 @@ class Broadcast(msgspec.Struct, frozen=True):
     """Number among broadcasts: greater than any before, also where a version is sent again because it has failed."""
     version: int
     receivers: list[str]
-    """Nodes that are to get all of it."""
+    """Nodes that receive all of it."""
     addresses: dict[str, Address]
     """Address of the listener of every node that has ranks or receives."""
 

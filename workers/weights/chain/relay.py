@@ -1,4 +1,4 @@
-"""A node's relay: new weights come to it chunk by chunk, and go on to the next node while they come.
+"""A node's relay: it receives new weights chunk by chunk, and forwards them to the next node meanwhile.
 
                     ranks of this node
                           │ reports, bytes in shared memory
@@ -13,8 +13,8 @@ Ranks report the chunks that they have written, while they write, over a Unix so
 
     rank ─ hello: magic, version, rank ─ (chunk, digest)* ─ finished ─▶ relay
 
-A connection is one rank's writing of one version, so that the kernel tells the relay of a rank that dies within it: the
-connection ends before `finished` was said. Nothing is answered. `Reporter` is the rank's side, `ReportServer` the
+A connection is one rank's writing of one version, so that the relay notices a rank that dies within it: the connection
+ends before `finished`. Nothing is answered. `Reporter` is the rank's side, `ReportServer` the
 relay's.
 
 Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
@@ -120,7 +120,7 @@ class Relay:
 
     def begin(self, broadcast: Broadcast) -> None:
         """Begin a version that is about to be written: make room for it, and pull it where this node receives it. An
-        older one that is under way is given up.
+        older one that is under way is abandoned.
 
         Raises `WeightError` if there is no room, or a newer version has begun.
         """
@@ -186,7 +186,7 @@ class Relay:
 
     def _make_transfer(self, broadcast: Broadcast, plan: ChunkPlan, base: PreviousVersion | None) -> Transfer:
         receives = self._node in broadcast.receivers
-        slot, base = self._make_slot(broadcast.version, plan, None if receives else plan.node_spans(self._node), base)
+        file, base = self._open_file(broadcast.version, plan, None if receives else plan.node_spans(self._node), base)
         pulls: dict[Lane, Pull] = {}
         sources = [source for source in plan.sources if receives and source != self._node]
         for source in sources:
@@ -197,9 +197,9 @@ class Relay:
                     chunks, upstreams(order, source, self._node), plan.chunk_bytes, chunk_times, self._timeouts,
                     time.monotonic(),
                 )  # fmt: skip
-        return Transfer(broadcast, plan, self._node, slot, pulls, base)
+        return Transfer(broadcast, plan, self._node, file, pulls, base)
 
-    def _make_slot(
+    def _open_file(
         self, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, base: PreviousVersion | None
     ) -> tuple[VersionFile, PreviousVersion | None]:
         """The file of a version, and the base that is left: none of another plan, or where both do not fit."""

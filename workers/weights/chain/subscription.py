@@ -12,7 +12,7 @@ not turn one chunk's number into another's. A connection is one subscription, of
 *Upstream*: a thread of the agent's listener serves it. `Feed`, which is pure, decides what is sent next, and
 `ChunkServer` sends it. *Downstream*: `Puller` asks an upstream, receives into the file, checks, and asks another one;
 `plan.Pull` decides, here are the socket and the clock. There is a thread for each lane of each chain that a node is in:
-receiving and summing leave Python's lock to others.
+receiving and summing release Python's lock.
 """
 
 import time
@@ -49,7 +49,7 @@ class Subscribe(msgspec.Struct, frozen=True, tag=1):
     wanted: bytes
     """Bits of the wanted chunks; bit i: chunk i."""
     base: bytes = b""
-    """Name of the version before that the subscriber has (`transfer.Base`); empty: chunks are to come whole."""
+    """Name of the version that the subscriber has (`transfer.PreviousVersion`); empty: chunks come whole."""
     seconds_per_byte: float = 0.0
     """Time of a byte on the link; 0: not known."""
 
@@ -133,16 +133,16 @@ class ChunkServer:
     def run(self, connection: Connection) -> None:
         """Send until all is sent or the transfer is over. Raises `OSError` when the subscriber is gone."""
         while True:
-            message, parcel = self._next()
-            if parcel:
-                self._send_parcel(connection, parcel)
-            else:
-                send(connection, message)
-            if isinstance(message, AllSent | VersionGone | VersionFailure):
+            following = self._next()
+            if isinstance(following, list):
+                self._send_parcel(connection, following)
+                continue
+            send(connection, following)
+            if not isinstance(following, Heartbeat):
                 return
 
-    def _next(self) -> tuple[Message, list[int]]:
-        """The next message, and the chunks that it is about."""
+    def _next(self) -> Message | list[int]:
+        """The next message, or the chunks to be sent together."""
         transfer = self._transfer
         with transfer.condition:
             parcel = self._take()
@@ -150,14 +150,12 @@ class ChunkServer:
                 transfer.condition.wait(self._heartbeat_s)
                 parcel = self._take()
             if transfer.failure is not None:
-                return VersionFailure(transfer.failure), []
+                return VersionFailure(transfer.failure)
             if transfer.is_abandoned:
-                return VersionGone(), []
+                return VersionGone()
             if parcel:
-                return Parcel([(chunk, transfer.digests[chunk]) for chunk in parcel]), parcel
-            if self._feed.is_over:
-                return AllSent(), []
-            return Heartbeat(transfer.source_age_s(self._source)), []
+                return parcel
+            return AllSent() if self._feed.is_over else Heartbeat(transfer.source_age_s(self._source))
 
     def _take(self) -> list[int]:
         return [] if self._transfer.is_over else self._feed.next_parcel()
@@ -174,9 +172,9 @@ class ChunkServer:
             return
         send(connection, Parcel([(chunk, transfer.digests[chunk]) for chunk in parcel]), num_bytes)
         if len(parcel) == 1:
-            connection.send_file(transfer.slot.file, spans[0][0], num_bytes)
+            connection.send_file(transfer.file.opened, spans[0][0], num_bytes)
         else:
-            connection.send_bytes(transfer.slot.bytes_of(parcel))
+            connection.send_bytes(transfer.file.bytes_of(parcel))
         self._counters.add(bytes_out=num_bytes)
 
     def difference(self, chunk: int, num_bytes: int) -> bytes | None:
@@ -184,7 +182,7 @@ class ChunkServer:
         if not self._has_base or num_bytes <= SMALL_BYTES:
             return None
         transfer = self._transfer
-        return transfer.differences.of(chunk, transfer.slot.memory(chunk), self._seconds_per_byte)
+        return transfer.differences.of(chunk, transfer.file.memory(chunk), self._seconds_per_byte)
 
 
 class Feed:
@@ -229,7 +227,7 @@ class Puller:
         self._transfer, self._source, self._pull = transfer, lane.source, transfer.pulls[lane]
         self._token, self._service, self._counters = token, service, counters
         self._base = transfer.differences.name(lane.source)
-        """Name of the version that differences may be to; empty: chunks are to come whole."""
+        """Name of the version that differences may be to; empty: chunks come whole."""
 
     def run(self) -> None:
         try:
@@ -288,7 +286,7 @@ class Puller:
                 pull.lost(time.monotonic())
             elif isinstance(message, VersionFailure) and pull.upstream == self._source:
                 transfer.fail(message.reason)
-            elif isinstance(message, VersionFailure):  # for itself: others may have more luck
+            elif isinstance(message, VersionFailure):  # of this upstream alone: another one may have the version
                 pull.lost(time.monotonic())
 
     def _receive(self, connection: Connection, parcel: Parcel, frame: Frame) -> None:
@@ -349,10 +347,10 @@ class Puller:
             transfer.add(self._source, [(chunk, change.digest)])
 
     def _target(self, chunk: int, size: int) -> memoryview:
-        """The memory that a chunk is received into. A chunk that is here already is not written again: others may be
-        reading it."""
+        """The memory that a chunk is received into. A chunk that is here already is not written again: it may be in
+        use."""
         if chunk in self._pull.missing:
-            return self._transfer.slot.target(chunk)
+            return self._transfer.file.target(chunk)
         return memoryview(bytearray(size))
 
     def _fill(self, connection: Connection, target: memoryview) -> bytes:

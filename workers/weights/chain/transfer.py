@@ -74,10 +74,10 @@ class VersionFile:
         self.path = publication_directory(root, version)
         mappings.unmap_stale(root)
         file = prepare_file(root, version, plan.layout.num_bytes, spans)
-        self.file: BinaryIO = file.open("rb")
-        fcntl.flock(self.file, fcntl.LOCK_SH)
-        if os.fstat(self.file.fileno()).st_ino != file.stat().st_ino:
-            self.file.close()
+        self.opened: BinaryIO = file.open("rb")
+        fcntl.flock(self.opened, fcntl.LOCK_SH)
+        if os.fstat(self.opened.fileno()).st_ino != file.stat().st_ino:
+            self.opened.close()
             raise WeightError(f"{file}: taken for another version meanwhile. Publish again.")
         self._mapped = mappings.map(file, root)
 
@@ -107,16 +107,16 @@ class VersionFile:
 
     def close(self) -> None:
         """Unlock the file: another version may be written into it."""
-        self.file.close()
+        self.opened.close()
 
 
 class PreviousVersion:
-    """The chunks of the version before. Lifecycle: made when the next version begins, from the slot, which stays
+    """The chunks of the version before. Lifecycle: made when the next version begins, from the file, which stays
     locked; `close`."""
 
-    def __init__(self, slot: VersionFile, plan: ChunkPlan, digests: Mapping[int, bytes]) -> None:
+    def __init__(self, file: VersionFile, plan: ChunkPlan, digests: Mapping[int, bytes]) -> None:
         """`digests`: of the chunks that are there."""
-        self._slot, self.plan, self._digests = slot, plan, dict(digests)
+        self._file, self.plan, self._digests = file, plan, dict(digests)
 
     def name(self, source: str) -> bytes:
         """The name of the chunks of a chain: the same on all nodes with the same bytes. Empty: some are missing."""
@@ -124,10 +124,10 @@ class PreviousVersion:
         return xxhash.xxh3_128_digest(b"".join(digests)) if all(digests) else b""
 
     def bytes_of(self, chunk: int) -> memoryview:
-        return self._slot.memory(chunk)
+        return self._file.memory(chunk)
 
     def close(self) -> None:
-        self._slot.close()
+        self._file.close()
 
 
 class Differences:
@@ -192,7 +192,7 @@ class Counters:
 
 
 class TransferOver(Exception):
-    """The transfer is given up, for a newer version or for good: every thread that works on it stops."""
+    """The transfer is abandoned, for a newer version or for good: every thread that works on it stops."""
 
 
 class Transfer:
@@ -203,14 +203,14 @@ class Transfer:
         broadcast: Broadcast,
         plan: ChunkPlan,
         node: str,
-        slot: VersionFile,
+        file: VersionFile,
         pulls: dict[Lane, Pull],
         base: PreviousVersion | None = None,
     ) -> None:
         """`pulls`: one for each lane that this node receives. Empty: the node only sends. `base`: the version before,
         where it is here."""
         self.differences = Differences(base)
-        self.broadcast, self.plan, self.node, self.slot, self.pulls = broadcast, plan, node, slot, pulls
+        self.broadcast, self.plan, self.node, self.file, self.pulls = broadcast, plan, node, file, pulls
         self.condition = threading.Condition()
         self.receives = node in broadcast.receivers
         self.digests: dict[int, bytes] = {}
@@ -262,8 +262,8 @@ class Transfer:
             self.condition.notify_all()
 
     def abandon(self) -> PreviousVersion:
-        """End everything that goes on, for good. Returns when no connection uses the file any more: as the base of the
-        next version, to be closed."""
+        """End all work on it for good. Returns when no connection uses the file any more: the base of the next version,
+        to be closed."""
         with self.condition:
             self.is_abandoned = True
             for connection in self._connections:
@@ -271,7 +271,7 @@ class Transfer:
             self.condition.notify_all()
             self.condition.wait_for(lambda: not self._connections and not self._is_sealing, LEAVING_S)
         self.differences.close()
-        return PreviousVersion(self.slot, self.plan, self.digests if not self._connections else {})
+        return PreviousVersion(self.file, self.plan, self.digests if not self._connections else {})
 
     @contextmanager
     def using(self, connection: Connection) -> Iterator[Connection]:
@@ -321,7 +321,7 @@ class Transfer:
     def _seal(self) -> None:
         publication = None
         try:
-            publication = self.slot.seal(self.digests)
+            publication = self.file.seal(self.digests)
         except OSError as error:
             self.fail(f"its manifest cannot be written: {error}")
         with self.condition:

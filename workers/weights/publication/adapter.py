@@ -45,7 +45,7 @@ def find_targets(lm: Any, config: LoraConfig) -> AdapterTargets:
     from penstock.workers.models.routed_experts import router_kind
     from penstock.workers.weights.checkpoint_form import stacked_experts
 
-    reads = getattr(lm.base_model, "language_model", lm.base_model)  # of a model that sees, which is left as it is
+    reads = getattr(lm.base_model, "language_model", lm.base_model)  # of a vision model, whose tower gets none
     body, router, named = set(reads.modules()), router_kind(lm), config.target_modules
     linear = [
         name

@@ -64,7 +64,7 @@ def stored_elements(model: str | Path) -> int | None:
     that is tied is stored once, and published once."""
     try:
         shapes = [entry["shape"] for file in _files(_directory(model)) for entry in _entries(file)]
-    except (OSError, ValueError, KeyError, TypeError):  # who loads the model says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError):  # the code that loads the model reports what is wrong with it
         return None
     return sum(map(math.prod, shapes)) or None
 
@@ -106,7 +106,7 @@ def _directory(model: str | Path) -> Path:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The files that transformers would read: some directories have others beside them, with the same weights."""
+    """The files that transformers would read: some directories have more files, with the same weights."""
     index = directory / INDEX_NAME
     if index.is_file():
         return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

@@ -11,8 +11,8 @@
 
 Bytes are cast and copied straight into a mapping of the file, whose pages are warm and known to be there
 (`publication_files.py`): one copy, summed while it is in the cache, and several ranks do not wait for each other.
-Several threads copy at once, without torch's own, which would synchronize after every block and, on cores that others
-use as well, wait for each other longer than they copy.
+Several threads copy at once, without torch's own, which would synchronize after every block and, on shared
+cores, wait for each other longer than they copy.
 
 Copies from a device go through two page-locked buffers that take turns (`DeviceCopies`):
 
@@ -129,7 +129,7 @@ class PublicationWriter:
             self._from_device.add(*part)
 
     def close(self) -> None:
-        """Wait until all is written, and the outlet has been told of all of it. Values may change then."""
+        """Wait until all is written and reported to the outlet. Values may change then."""
         if self._from_device is not None:
             self._from_device.finish()
         if self._threads is not None:
@@ -290,5 +290,5 @@ def side_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """An event after all that the device was told to do so far; None for the CPU, which has done it."""
+    """An event after all work submitted to the device so far; None for the CPU, whose work is done."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()

@@ -77,7 +77,7 @@ def exclusive(root: str | Path) -> Iterator[None]:
 
 def prepare_file(root: str | Path, version: int, num_bytes: int, spans: Spans | None = None) -> Path:
     """Prepare the file that all ranks write this version into, of `num_bytes`, with every page of it, or where `spans`
-    are given, every page of these. The first rank to come makes it; the others find it.
+    are given, every page of these. The first rank makes it; all later ones find it.
 
     An earlier publication of the same version is taken back. Raises `WeightError` when there is no room; nothing of
     the attempt is left behind then.

@@ -37,7 +37,7 @@ from penstock.workers.weights.vllm.plugin import PICKLED
 
 @dataclass(kw_only=True)
 class ShmInitInfo(WeightTransferInitInfo):
-    """The publication that is to be loaded next."""
+    """The publication that is loaded next."""
 
     directory: str
     version: int
@@ -132,10 +132,10 @@ class PickledIpcEngine(IPCWeightTransferEngine):
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
         """Parse the info, with pickled handles too. Raises `ValueError` as vLLM's does."""
-        others = {key: value for key, value in update_dict.items() if key != PICKLED}
+        fields = {key: value for key, value in update_dict.items() if key != PICKLED}
         if PICKLED in update_dict:
-            others["ipc_handles"] = pickle.loads(update_dict[PICKLED])
-        return super().parse_update_info(others)
+            fields["ipc_handles"] = pickle.loads(update_dict[PICKLED])
+        return super().parse_update_info(fields)
 
 
 class WorkerCalls:
@@ -196,7 +196,7 @@ def repack(model: torch.nn.Module, in_place: Collection[torch.nn.Module]) -> Non
     as a tied `lm_head`.
 
     vLLM's layerwise reload repacks the layer that the weight was loaded for only (its documentation says so), and the
-    CPU build keeps a packed copy in each: the head would go on with the weights of the start. Where both are embeddings
+    CPU build keeps a packed copy in each: the head would keep its first weights. Where both are embeddings
     without bias, the one packed copy serves both; the head is a quarter of a small model.
     """
     owners: dict[int, torch.nn.Module] = {}
