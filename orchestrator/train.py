@@ -78,8 +78,8 @@ def _config(given: Mapping[str, Any]) -> RunConfig:
     for key, value in inline.items():
         *sections, leaf = key.split(".")
         section: Any = config
-        for name in sections:
-            section = section[name] if isinstance(section, dict) else getattr(section, name)
+        for part in sections:
+            section = section[part] if isinstance(section, dict) else getattr(section, part)
         section.update({leaf: value}) if isinstance(section, dict) else setattr(section, leaf, value)
     names = [name_of(one).strip("<>") if callable(one) else None for one in rewards]
     for number, (name, one) in enumerate(zip(names, rewards, strict=True)):

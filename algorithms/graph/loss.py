@@ -114,7 +114,7 @@ class AggregatedLoss:
         signature = inspect.signature(self.function)
         own = [one for one in signature.parameters.values() if one.name != INPUTS]
         takes_inputs = len(own) < len(signature.parameters)
-        defaults = dict.fromkeys(("mask", "totals"), inspect.Parameter.empty)
+        defaults: dict[str, Any] = dict.fromkeys(("mask", "totals"), inspect.Parameter.empty)
         if takes_inputs:
             defaults |= {"logprobs": inspect.Parameter.empty, **dict.fromkeys(IF_WRITTEN)}
         added = [
