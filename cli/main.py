@@ -156,7 +156,7 @@ def _load(overrides: Sequence[str]) -> Any:
     if not overrides:
         raise ConfigError(
             "no recipe is named. Name one, like recipe=arithmetic, or a directory with a "
-            f"recipe.yaml of your own, recipe=DIRECTORY. Penstock brings: {', '.join(packaged_recipes())}."
+            f"recipe.yaml of your own, recipe=DIRECTORY. Penstock comes with: {', '.join(packaged_recipes())}."
         )
     return load_config(overrides)
 
@@ -365,8 +365,8 @@ def _ui(arguments: argparse.Namespace) -> int:
 
 
 def key_of(arguments: argparse.Namespace, variable: str) -> str:
-    """The key of a command: in a file, or in a variable, which no process that this one starts sees; empty: none is
-    given."""
+    """The key of a command: in a file, or in a variable, which is removed so that no child process gets it; empty: none
+    is given."""
     given = os.environ.pop(variable, "")
     if arguments.key:
         _stderr("[yellow]--key[/]", f"ps shows it to everyone on this machine. Use --key-file FILE, or {variable}.")
@@ -412,7 +412,7 @@ def _status(arguments: argparse.Namespace) -> int:
     ),
 )  # fmt: skip
 def _scale(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.control.scaling import ask
+    from penstock.orchestrator.control.scaling_requests import ask
 
     done, problems = ask(arguments.run, arguments.requests, arguments.drain)
     print(*done, sep="\n")

@@ -8,102 +8,31 @@ No other member waits for any of it. A member that joins is kept serving like al
 The agents of the run's nodes are watched. A node that the run depends on may not end before the run. Any other may
 leave: its members are gone with it, their unfinished rows are made again, and others take their place where there is
 room.
-
-A request is for more or fewer members of a role. `scaling.py` has those who make requests.
-
-    rollout=+2   two more       rollout=3   three in all       reward=-1   one less, of each reward stage
 """
 
 import asyncio
 import contextlib
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.errors import CannotScale, PartnerGone, PenstockError, suggest
+from penstock.conf.errors import CannotScale, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import replaces_members, takes_newcomers
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import Handles, first_line, held_back, translate, try_all
 from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.orchestrator.control.scaling_requests import (
+    MET_AT_START,
+    ROLES,
+    ScalingRequest,
+    ScalingResult,
+    change_of,
+    who_leaves,
+)
 from penstock.orchestrator.recovery.restart import CatchUp, Recovery, nothing_to_catch_up
 from penstock.orchestrator.run_context import RunContext
-
-ROLES = ("rollout", "reward")
-"""Roles that may have more members, and fewer."""
-MET_AT_START = (
-    "engines and the trainer's ranks met at the start, as they share devices (placement=colocated) or stream weights "
-    "(weights.transport). Start with another rollout.num_workers."
-)
-"""Reason why there can be no more of a role, and no fewer."""
-PATTERN = re.compile(r"(?P<role>[a-z]+)=(?P<sign>[+-]?)(?P<number>\d+)")
-
-
-@dataclass(frozen=True)
-class ScalingRequest:
-    """A request for `number` members in all, or for so many more than there are."""
-
-    role: str
-    number: int
-    is_change: bool = False
-
-    @classmethod
-    def of(cls, text: str) -> "ScalingRequest":
-        """Parse a request as it is typed. Raises `CannotScale`."""
-        found = PATTERN.fullmatch(text)
-        if found is None:
-            raise CannotScale(f"{text}: no request. Write rollout=+2 for two more, rollout=-1 for one less, rollout=3.")
-        role, sign, number = found["role"], found["sign"], int(found["number"])
-        if role not in ROLES:
-            raise CannotScale(f"{text}: no role that may change while a run goes on{suggest(role, ROLES)}")
-        return cls(role, -number if sign == "-" else number, bool(sign))
-
-    def __str__(self) -> str:
-        return f"{self.role}={self.number:{'+' if self.is_change else ''}d}"
-
-
-def change_of(request: ScalingRequest, num_present: int, refusals: Mapping[str, str]) -> int:
-    """Number of members to add, negative to remove. `refusals`: reasons for roles that cannot change. Raises
-    `CannotScale`."""
-    if request.role in refusals:
-        raise CannotScale(f"{request}: {refusals[request.role]}")
-    change = request.number if request.is_change else request.number - num_present
-    if num_present + change < 1:
-        raise CannotScale(f"{request}: {num_present} there now, and one has to stay. To end the run, interrupt it.")
-    return change
-
-
-def who_leaves(names: Sequence[str], count: int) -> list[str]:
-    """The last members that came: what the first ones reserve stays the run's. `names`: in the order in which they
-    came."""
-    return list(reversed(names[len(names) - count :]))
-
-
-@dataclass
-class ScalingResult:
-    """The result of a request."""
-
-    role: str
-    before: int
-    after: int = 0
-    joined: list[str] = field(default_factory=list)
-    """Members that joined, with their nodes: `Rollout-1 on node-2`."""
-    left: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    """Reasons why not all that was asked for was done."""
-
-    def __str__(self) -> str:
-        """The result as text.
-
-        >>> str(ScalingResult("rollout", 1, 3, ["Rollout-1 on node-2", "Rollout-2 on node-1"]))
-        'rollout: 1 -> 3 (Rollout-1 on node-2, Rollout-2 on node-1)'
-        """
-        moved = [*self.joined, *(f"{name} has left" for name in self.left)]
-        return f"{self.role}: {self.before} -> {self.after}" + (f" ({', '.join(moved)})" if moved else "")
-
 
 DRAIN_GRACE_S = 30.0
 """Seconds beyond its drain time for a member to say that it has finished."""

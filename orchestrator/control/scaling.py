@@ -7,21 +7,18 @@ ScalableRole         `session.rollouts` and `session.rewards`, in a user's own l
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.exceptions import RayError
 
-from penstock.conf.errors import CannotScale, PenstockError, ResourceError
+from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.connection import at_run
 from penstock.orchestrator.cluster.fleet.capacity import Capacity
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.control.members import MET_AT_START, Membership, ScalingRequest, change_of, drain, who_leaves
+from penstock.orchestrator.control.members import Membership, drain
+from penstock.orchestrator.control.scaling_requests import MET_AT_START, ScalingRequest, change_of, who_leaves
 from penstock.orchestrator.recovery.restart import CatchUp
-from penstock.orchestrator.run_directory.fetching import open_at
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
-from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end
 
 FOLLOW_S = 5.0
 """Seconds between two looks for room on the cluster: nodes come and go by minutes, and a look costs milliseconds."""
@@ -171,44 +168,3 @@ class ScalableRole:
             raise CannotScale(f"{self._role}: {abs(change)} is no number of members to add or remove.")
         refusals = {self._role: MET_AT_START} if self._catch_up is None else {}
         change_of(ScalingRequest(self._role, change, is_change=True), len(self), refusals)
-
-
-PATIENCE_S = 60.0
-"""Seconds to wait for the answer beyond what starting and draining may take."""
-
-
-def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[list[str], list[str]]:
-    """Ask a run for a change. Returns what was done, one line a role, and what was not. `run`: its directory or URL.
-    Raises `CannotScale` for what cannot be, `ConfigError` if `run` is no run, `ResourceError` if it does not answer,
-    `CheckpointError` for a URL that does not."""
-    for text in texts:
-        ScalingRequest.of(text)
-    with open_at(run) as directory:
-        answer = _answer(directory, texts, drain_s)
-    if answer is None:
-        raise CannotScale(f"{directory.path.name}: the run ended before it could be done.")
-    if answer["refused"]:
-        raise CannotScale(answer["refused"])
-    return answer["done"], answer["problems"]
-
-
-def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None) -> Any:
-    """The controller's answer; None if the run ends meanwhile."""
-    last = last_start_or_end(directory.read_events())
-    if last.get("kind") in ENDS:
-        raise CannotScale(f"{directory.path.name}: the run is over ({last['kind']} at {last['time']}).")
-    if not directory.cluster_file.is_file():
-        raise CannotScale(f"{directory.path.name}: it has not started its actors yet. Ask again in a moment.")
-    rollout = directory.read_config()["rollout"]
-    longest_s = PATIENCE_S + 2 * rollout["start_timeout_s"] + (rollout["drain_s"] if drain_s is None else drain_s)
-    with at_run(directory, "the controller") as found:
-        import ray  # late: it reads its environment when it is imported
-
-        agent = ray.get_actor(f"Agent-{found['host']}", namespace=found["namespace"])
-        try:
-            return ray.get(agent.ask.remote((list(texts), drain_s)), timeout=longest_s)
-        except ray.exceptions.GetTimeoutError:
-            raise ResourceError(
-                f"{directory.path.name}: no answer within {longest_s:g} s. The run goes on with it: see `joined` and "
-                f"`left` in {directory.place}/events.jsonl."
-            ) from None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import CannotScale
-from penstock.orchestrator.control.members import ScalingRequest
+from penstock.orchestrator.control.scaling_requests import ScalingRequest
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.amounts import amount
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of

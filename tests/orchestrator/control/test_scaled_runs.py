@@ -10,7 +10,7 @@ import pytest
 
 from penstock.conf.errors import CannotScale
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control.scaling import ask
+from penstock.orchestrator.control.scaling_requests import ask
 from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.model_files import load_model

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from penstock.conf.errors import CannotScale, ResourceError, WeightError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control.members import ScalingRequest, ScalingResult
 from penstock.orchestrator.control.scaling import (
     FOLLOW_S,
     LONGEST_S,
@@ -23,6 +22,7 @@ from penstock.orchestrator.control.scaling import (
     engines_lacking,
     next_look_s,
 )
+from penstock.orchestrator.control.scaling_requests import ScalingRequest, ScalingResult
 from penstock.orchestrator.recovery.restart import nothing_to_catch_up
 from tests.orchestrator.scripted_fleet import ScriptedFleet, flow_of, scripted_config, store_of
 from tests.virtual_time import run_virtually

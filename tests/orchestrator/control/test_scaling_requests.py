@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import CannotScale
-from penstock.orchestrator.control.members import ScalingRequest, ScalingResult, change_of, who_leaves
+from penstock.orchestrator.control.scaling_requests import ScalingRequest, ScalingResult, change_of, who_leaves
 
 REQUESTS = st.builds(
     ScalingRequest, st.sampled_from(["rollout", "reward"]), st.integers(-9, 9), st.just(True)
