@@ -430,9 +430,7 @@ class HfEngine:
         and `ConfigError` for a model that has no routers to record."""
         from transformers import AutoConfig, AutoTokenizer
 
-        torch.set_num_threads(
-            self._spec.num_threads
-        )  # holds for the calling thread, so it is set in the one that computes
+        torch.set_num_threads(self._spec.num_threads)  # of this thread, which is the one that computes
         dtype = getattr(torch, self._config.dtype)
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._spec.model_path)

@@ -264,7 +264,11 @@ class StreamTransport:
         client = self._client = StreamClient(engines)
 
         def meet() -> None:
-            start = self.trainer_init or _vllm_trainer_init()
+            start = self.trainer_init
+            if start is None:
+                from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+                start = cast(Callable[..., Any], WeightTransferTrainerFactory.trainer_init)
             info = INIT_INFOS[self.name](self.rank, engines, address, self._bucket_bytes)
             self.engine = start(info, client=client, source=self._source)
 
@@ -363,12 +367,6 @@ def run_watched(
             raise TimeoutError
     if failures:
         raise failures[0]
-
-
-def _vllm_trainer_init() -> Callable[..., Any]:
-    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-    return cast(Callable[..., Any], WeightTransferTrainerFactory.trainer_init)
 
 
 def pickle_handles(info: Info) -> Info:

@@ -20,7 +20,6 @@ relay's.
 Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
 """
 
-import contextlib
 import os
 import socket
 import struct
@@ -363,21 +362,17 @@ class ReportServer:
                 threading.Thread(target=self._serve, args=(connected,), name="report", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        with connected, self._tracking(connected) as is_wanted:
-            if is_wanted and is_same_user(connected):
-                self._follow(connected)
-
-    @contextlib.contextmanager
-    def _tracking(self, connected: socket.socket) -> Iterator[bool]:
-        """Let `close` end the connection within the block. False: the server is closed already."""
-        with self._lock:
-            self._open.add(connected)
-            is_wanted = not self._is_closed
-        try:
-            yield is_wanted
-        finally:
+        with connected:
             with self._lock:
-                self._open.discard(connected)
+                if self._is_closed:
+                    return
+                self._open.add(connected)
+            try:
+                if is_same_user(connected):
+                    self._follow(connected)
+            finally:
+                with self._lock:
+                    self._open.discard(connected)
 
     def _follow(self, connected: socket.socket) -> None:
         try:
@@ -389,11 +384,11 @@ class ReportServer:
             return
         try:
             for chunks in _reports(connected):
-                transfer.written(chunks)
+                transfer.add(transfer.node, chunks)
         except TransferOver:
             return
         except OSError:
-            transfer.fail_for_rank(rank)
+            transfer.fail(f"rank {rank} has left before it had written its part")
 
 
 def _reports(connected: socket.socket) -> Iterator[list[tuple[int, bytes]]]:

@@ -109,10 +109,7 @@ def read(frame: Frame) -> Message:
 
 
 def to_bits(chunks: Iterable[int], num_chunks: int) -> bytes:
-    bits = bytearray((num_chunks + 7) // 8)
-    for chunk in chunks:
-        bits[chunk // 8] |= 1 << chunk % 8
-    return bytes(bits)
+    return sum(1 << chunk for chunk in set(chunks)).to_bytes((num_chunks + 7) // 8, "little")
 
 
 def from_bits(bits: bytes, num_chunks: int) -> set[int]:

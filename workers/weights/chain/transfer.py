@@ -247,14 +247,6 @@ class Transfer:
         if is_whole:
             self._seal()
 
-    def written(self, chunks: Sequence[tuple[int, bytes]]) -> None:
-        """Add chunks that ranks of this node have written."""
-        self.add(self.node, chunks)
-
-    def fail_for_rank(self, rank: int) -> None:
-        """Fail the transfer, because a rank left before it had written its part."""
-        self.fail(f"rank {rank} has left before it had written its part")
-
     def fail(self, reason: str) -> None:
         with self.condition:
             if self.publication is None and not self.is_over:

@@ -9,6 +9,7 @@ The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `find_
 the shapes are held against it here, before an engine changes.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ from penstock.workers.weights.publication.publication_files import Manifest, Map
 if TYPE_CHECKING:
     import torch
 
-PREFIX, SUFFIX = "base_model.model.", ".weight"
 LETTERS = ("A", "B")
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 FILE_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 """Names of the files that PEFT and vLLM look for in an adapter's directory."""
 
@@ -106,7 +107,7 @@ def _names(target: str, layer: str) -> bool:
 
 def tensor_name(layer: str, letter: str) -> str:
     """Name in the file of A or B of a linear layer, e.g. `model.layers.0.self_attn.q_proj`."""
-    return f"{PREFIX}{layer}.lora_{letter}{SUFFIX}"
+    return f"base_model.model.{layer}.lora_{letter}.weight"
 
 
 def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int, int]]:
@@ -115,7 +116,13 @@ def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int,
     Raises `WeightError` for a publication that is not an adapter, lacks an A or B, or has another rank than `config`.
     """
     places = manifest.layout.by_name
-    layers = list(dict.fromkeys(_layer(manifest, name) for name in places))
+    try:
+        layers = dict.fromkeys(map(layer_of, places))
+    except ValueError as error:
+        raise WeightError(
+            f"{manifest.file}: has {error}, which is no part of an adapter, and the engine was started to serve "
+            "adapters. Trainer and engines must have the same trainer.lora.publish."
+        ) from None
     shapes = {}
     for layer in layers:
         a, b = (places.get(tensor_name(layer, letter)) for letter in LETTERS)
@@ -163,18 +170,6 @@ def peft_config(config: LoraConfig) -> dict[str, Any]:
 
 def layer_of(name: str) -> str:
     """The layer of A or B, by its name in the file. Raises `ValueError` for another name."""
-    for letter in LETTERS:
-        end = f".lora_{letter}{SUFFIX}"
-        if name.startswith(PREFIX) and name.endswith(end):
-            return name[len(PREFIX) : -len(end)]
-    raise ValueError(repr(name))
-
-
-def _layer(manifest: Manifest, name: str) -> str:
-    try:
-        return layer_of(name)
-    except ValueError:
-        raise WeightError(
-            f"{manifest.file}: has {name!r}, which is no part of an adapter, and the engine was started to serve "
-            "adapters. Trainer and engines must have the same trainer.lora.publish."
-        ) from None
+    if (found := _NAME.fullmatch(name)) is None:
+        raise ValueError(repr(name))
+    return found[1]
