@@ -628,7 +628,7 @@ def sampling_params(
 ) -> Any:
     """vLLM's parameters for a request. Without stop strings the text is decoded once at the end (`to_completion`), not
     token by token. `banned`: tokens that are never sampled, also where it is greedy. `detokenizer`: knows which stop
-    strings are tokens. Raises `DataError` for a structure that vLLM does not know."""
+    strings are tokens. Raises `DataError` for what vLLM refuses."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -637,24 +637,27 @@ def sampling_params(
         structure = StructuredOutputsParams(**sampling.structure) if sampling.structure else None
     except (TypeError, ValueError, VLLMValidationError) as error:
         raise DataError(f"structure={sampling.structure!r:.200}: {error}") from None
-    return SamplingParams(
-        n=1 if sampling.temperature == 0 else num_samples,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop) or None,
-        stop_token_ids=sorted(detokenizer.stop_ids(sampling.stop)),
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
-        structured_outputs=structure,
-        logit_bias=dict.fromkeys(banned, -math.inf) or None,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    try:
+        return SamplingParams(
+            n=1 if sampling.temperature == 0 else num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=sorted(detokenizer.stop_ids(sampling.stop)),
+            ignore_eos=sampling.ignore_eos,
+            seed=sampling.seed,
+            structured_outputs=structure,
+            logit_bias=dict.fromkeys(banned, -math.inf) or None,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (ValueError, VLLMValidationError) as error:
+        raise DataError(f"vLLM refuses the request: {error}") from None
 
 
 def samples_of_output(output: Any, num_samples: int) -> list[Any]:

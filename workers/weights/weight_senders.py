@@ -90,20 +90,10 @@ class WeightStream:
     """A stream that can be iterated again: each pass gathers anew. Every rank makes the same passes, since gathering is
     collective."""
 
-    def __init__(
-        self,
-        pieces: Callable[[], Iterable[Piece]],
-        dtype: str,
-        device: torch.device,
-        gather: Callable[[Any], list[Any]],
-    ) -> None:
-        """`pieces`: of this rank, in the same order on each and each time. `dtype`: of the engines. `device`: where
-        whole tensors are made. `gather`: a small value of every rank, in order of rank. Collective, once. Raises
-        `WeightError` when the ranks' pieces do not make whole tensors.
-        """
-        self._pieces = pieces
-        self._device = device
-        tensors = gather_spans(pieces(), dtype, gather)
+    def __init__(self, rank: SendingRank) -> None:
+        """Collective. Raises `WeightError` when the ranks' pieces do not make whole tensors."""
+        self._pieces, self._device = rank.pieces, rank.device
+        tensors = gather_spans(rank.pieces(), rank.dtype, rank.gather)
         self._spans = [tensor.spans for tensor in tensors]
         self._metadata = [TensorMeta(each.name, getattr(torch, each.dtype), each.shape) for each in tensors]
         self.num_taken = 0
@@ -249,7 +239,7 @@ class StreamTransport:
         self.name, self.rank, self.trainer_init = name, rank, trainer_init
         self.engine: Any = None
         """vLLM's trainer engine, once the engines have met."""
-        stream = WeightStream(rank.pieces, rank.dtype, rank.device, rank.gather)
+        stream = WeightStream(rank)
         largest = max((meta.num_bytes for meta in stream.metadata()), default=0)
         self._bucket_bytes = max(bucket_mib * 2**20, largest)
         self._source: Any = shard_stream(rank) if name == "nccl_m2n" else stream

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from typing import cast
 
 import pytest
 
+from penstock.conf.capabilities import ROLLOUT_ENGINES, RolloutCapabilities
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
@@ -17,6 +19,15 @@ LORA = LoraConfig(rank=8, publish="adapter")
 
 def test_the_scripted_engine_is_made_by_name() -> None:
     assert isinstance(make_engine(EngineSpec(RolloutConfig(engine="scripted"), "")), ScriptedEngine)
+
+
+def test_a_new_engine_is_a_module_and_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "penstock.workers.rollout.engine_scripted:make"
+    record = RolloutCapabilities(implementation=module, computes_in_actor=False)
+    monkeypatch.setitem(cast(dict[str, RolloutCapabilities], ROLLOUT_ENGINES), "sglang", record)
+    config = RolloutConfig(engine="sglang")
+    assert not config.capabilities.serves_adapters
+    assert isinstance(make_engine(EngineSpec(config)), ScriptedEngine)
 
 
 def test_an_unknown_engine_is_named_with_the_nearest() -> None:

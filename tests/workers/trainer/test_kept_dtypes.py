@@ -74,7 +74,7 @@ def test_publications_streams_and_exports_have_them_in_float32_and_nothing_else(
     trainer = make_trainer(path, engine_dtype="bfloat16")
     expected = load_file(Path(path) / "model.safetensors")
     side = SendingRank.of(trainer)
-    streamed = dict(WeightStream(side.pieces, side.dtype, side.device, side.gather))
+    streamed = dict(WeightStream(side))
     published = load_file(Path(trainer.publish(str(tmp_path), 1).directory) / "model.safetensors")
     trainer.export(str(tmp_path / "exported"))
     exported = load_file(tmp_path / "exported" / "model.safetensors")

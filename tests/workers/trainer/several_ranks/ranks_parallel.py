@@ -181,7 +181,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         result["refusal"] = refusal
         trainers[-1].publish(str(directory / scenario), 1)
         side = SendingRank.of(trainers[-1])
-        result["streamed"] = dict(WeightStream(side.pieces, side.dtype, side.device, side.gather))
+        result["streamed"] = dict(WeightStream(side))
         if config.lora.rank:
             trainers[-1].config = replace(config, lora=replace(config.lora, publish="adapter"))
             del trainers[-1].publisher.layout

@@ -54,12 +54,10 @@ class Sender:
 def run(rank: int, num_ranks: int, address: str, directory: Path) -> None:
     ranks = Ranks.join(TrainerConfig(), rank, num_ranks, address)
     device = torch.device("cpu")
-    stream = WeightStream(lambda: pieces(rank, num_ranks), "bfloat16", device, ranks.gather_ranks)
-    torch.save(dict(stream), directory / f"gathered.{rank}.pt")
-
     side = SendingRank(
         rank, num_ranks, device, lambda: pieces(rank, num_ranks), ranks.gather_ranks, torch.nn.Module(), "bfloat16",
     )  # fmt: skip
+    torch.save(dict(WeightStream(side)), directory / f"gathered.{rank}.pt")
     transport = StreamTransport("nccl", side, bucket_mib=1, timeout_s=60.0)
     if rank == 0:
         transport.trainer_init = lambda info, *, client, source: Sender(source)

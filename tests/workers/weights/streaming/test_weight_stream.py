@@ -10,13 +10,14 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.weight_senders import WeightStream
+from penstock.workers.weights.weight_senders import SendingRank, WeightStream
 from tests.rank_processes import run_ranks
 from tests.workers.weights.streaming import gathering
 
 
 def alone(pieces: Any, dtype: str = "bfloat16") -> WeightStream:
-    return WeightStream(pieces, dtype, torch.device("cpu"), lambda value: [value])
+    rank = SendingRank(0, 1, torch.device("cpu"), pieces, lambda value: [value], torch.nn.Module(), dtype)
+    return WeightStream(rank)
 
 
 def piece(name: str, *shape: int) -> Piece:
