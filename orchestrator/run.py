@@ -22,10 +22,10 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError, TakenOver, is_refusal
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.network.host import warning
-from penstock.orchestrator.cluster.cluster import Cluster, check_placement, is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes, this_node
 from penstock.orchestrator.cluster.ray_calls import is_recoverable
+from penstock.orchestrator.cluster.ray_cluster import Cluster, check_placement, is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import resolve_auto
 from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve, resolve_first
@@ -149,7 +149,7 @@ def _orphan_of(
 
 
 def _close(directory: RunDirectory) -> None:
-    """Write the report, bring what is missing to the run's URL, and release the directory; only the last, if another
+    """Write the report, upload what is missing at the run's URL, and release the directory; only the last, if another
     process has it by now."""
     advice = f"`penstock report {directory.place}` makes it."
     with (
@@ -162,7 +162,7 @@ def _close(directory: RunDirectory) -> None:
 
 
 def _finished_result(directory: RunDirectory, console: Console) -> RunResult:
-    """The result of a finished run, which stays as it is."""
+    """The result of a finished run, which is not changed."""
     lines = directory.read_metrics()
     accuracies = [line["accuracy/heldout"] for line in lines if line.get("accuracy/heldout") is not None]
     last = lines[-1] if lines else {}

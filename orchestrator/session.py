@@ -31,12 +31,12 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, DataError, is_refusal
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
-from penstock.orchestrator.cluster.cluster import Cluster, check_placement, namespace_of, while_it_lives
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import answers_are_needed
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
 from penstock.orchestrator.cluster.ray_calls import deal, get_all, undeal
+from penstock.orchestrator.cluster.ray_cluster import Cluster, check_placement, namespace_of, while_it_lives
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.memory_view import resolve_auto
 from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve
@@ -44,7 +44,7 @@ from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.control.evaluation import play_timeout_s
 from penstock.orchestrator.control.members import catch_up_by_role
 from penstock.orchestrator.control.scaling import ScalableRole
-from penstock.orchestrator.loops.policy import Model, Policy, Prompt, SampleCalls, SavedStates, run_in_thread
+from penstock.orchestrator.loops.session_policy import Model, Policy, Prompt, SampleCalls, SavedStates, run_in_thread
 from penstock.orchestrator.observability.reporting.sinks import Sink, log_to, opened_sinks
 from penstock.orchestrator.run import with_models
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites

@@ -1,6 +1,6 @@
-"""What `penstock plan` is asked, as a search: the run, the cluster, the lengths of responses.
+"""The inputs of `penstock plan`, as a search: the run, the cluster, the lengths of responses.
 
-Sizes of models that people plan with before they have them: facts of their config.json, by the hub's names.
+Models that people plan with before they have them are known by the hub's names, with the sizes of their config.json.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.cluster.ray_cluster import look
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR, gpu_bytes, shapes_of
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
@@ -79,7 +79,7 @@ LIKE = (
     (r"^(meta-)?llama-3(\.[13])?-", "llama-3.1-"), (r"^deepseek-r1-distill-llama-", "llama-3.1-"),
     (r"^deepseek-r1-distill-qwen-(?!1\.5b)", "qwen2.5-"),
 )  # fmt: skip
-"""Beginnings of names of models that have the sizes of others."""
+"""Beginnings of names of models, each with that of the models whose sizes they have."""
 
 
 def known_shape(name: str) -> ModelShape | None:
@@ -103,9 +103,9 @@ def known_shape(name: str) -> ModelShape | None:
 
 
 USUAL_SHARE = 0.4
-"""Mean length where nobody says, as a share of rollout.sampling.max_tokens."""
+"""Default mean length, as a share of rollout.sampling.max_tokens."""
 USUAL_PROMPT = 150
-"""Tokens of a prompt where nobody says."""
+"""Default tokens of a prompt."""
 UNCOUNTED = (
     "trainer.engine", "trainer.compile", "trainer.liger", "trainer.activation_offload", "trainer.replay.share",
     "trainer.packing", "trainer.share_prefixes", "rollout.router_replay", "rollout.max_pictures", "environment.name",
@@ -226,14 +226,14 @@ def kind_of_device(name: str, memory_gib: float) -> GpuKind | None:
 
 def overrides_of(search: Search, keys: Sequence[tuple[str, object]]) -> list[str]:
     """Keys as on the command line, those left out that the run has already."""
-    told = []
+    changed = []
     for key, value in keys:
         present: object = search.base
         for part in key.split("."):
             present = getattr(present, part, None)
         if present != value:
-            told.append(f"{key}={_override_value(value)}")
-    return told
+            changed.append(f"{key}={_override_value(value)}")
+    return changed
 
 
 def write_overrides(file: Path, overrides: Sequence[str]) -> None:

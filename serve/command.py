@@ -34,9 +34,9 @@ from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
 from penstock.network.host import raise_limit
 from penstock.network.listener import BACKLOG, CONNECTIONS, Heads, listen
-from penstock.orchestrator.cluster.cluster import namespace_of, raise_if_over
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.placement.actors import origin_of, plan_actors
+from penstock.orchestrator.cluster.ray_cluster import namespace_of, raise_if_over
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import MEMORY, PACKAGES, RESOURCES, checks
 from penstock.orchestrator.control.process import run

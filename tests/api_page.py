@@ -12,7 +12,7 @@ from typing import Any
 
 import penstock
 from penstock.orchestrator.configuration.keys import texts_of
-from penstock.orchestrator.loops.policy import Model, Policy
+from penstock.orchestrator.loops.session_policy import Model, Policy
 from penstock.orchestrator.loops.verbs import LoopPolicy
 from penstock.orchestrator.session import Attempts, PromptStream, Reward, Session, Workers
 

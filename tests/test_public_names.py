@@ -22,7 +22,7 @@ from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES, ppo_clip_loss
 from penstock.orchestrator import train as training
 from penstock.orchestrator.configuration.resolved import resolve
-from penstock.orchestrator.loops.policy import Policy
+from penstock.orchestrator.loops.session_policy import Policy
 from tests.api_page import GROUPS, page
 
 ROOT = Path(__file__).parents[1]

@@ -18,10 +18,10 @@ from rich.table import Table
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.cluster import count_local_gpus
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
 from penstock.orchestrator.cluster.placement.assignment import Assignment
 from penstock.orchestrator.cluster.placement.nodes import Node, titles
+from penstock.orchestrator.cluster.ray_cluster import count_local_gpus
 from penstock.orchestrator.configuration.model_shape import KNOWN, TOWERS, ModelShape, fresh_shape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
 from penstock.orchestrator.configuration.rank_memory import PARTS

@@ -23,8 +23,8 @@ from penstock.conf.run import RunConfig
 from penstock.conf.secret import hide_in
 from penstock.conf.tracking import WANDB_MODES, TrackingConfig
 from penstock.network.host import bypass_proxy
-from penstock.orchestrator.cluster.cluster import is_elsewhere
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
+from penstock.orchestrator.cluster.ray_cluster import is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_shape import fresh_shape
 from penstock.orchestrator.run_directory.run_place import try_place
@@ -114,7 +114,7 @@ def _check_heads(engine: RolloutConfig, lm: Any, key: str) -> None:
 
 
 def starting_model_config(config: RunConfig) -> ModelConfig:
-    """The model's configuration in the run that brings the first weights: this one, or its warm start."""
+    """The model's configuration in the run that makes the first weights: this one, or its warm start."""
     if config.model.path is not None or config.warm_start.recipe is None:
         return config.model
     return starting_model_config(load_config([f"recipe={config.warm_start.recipe}", *config.warm_start.overrides]))

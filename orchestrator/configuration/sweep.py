@@ -30,9 +30,9 @@ from rich.table import Table
 
 from penstock.conf.errors import ConfigError, how_ended
 from penstock.conf.secret import hide_word
-from penstock.orchestrator.cluster.cluster import count_local_gpus, join
-from penstock.orchestrator.cluster.connection import cluster_address
 from penstock.orchestrator.cluster.placement.actors import needed
+from penstock.orchestrator.cluster.ray_cluster import count_local_gpus, join
+from penstock.orchestrator.cluster.ray_connection import cluster_address
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.values import split
@@ -107,7 +107,7 @@ def _values(parser: OverridesParser, word: str) -> list[str] | None:
         text = word.partition("=")[2]
         listed = re.fullmatch(r"\s*choice\((.*)\)\s*", text)
         written, values = split(listed[1] if listed else text), list(parsed.sweep_string_iterator())
-        return written if len(written) == len(values) else values  # a commit 2e90114 is no number, and stays as it is
+        return written if len(written) == len(values) else values  # a commit 2e90114 is no number, and stays a text
     except HydraException as error:
         if re.search(r"=\s*(interval|glob)\(", word):
             raise ConfigError(f"{word}: {str(error).splitlines()[0]}. List the values, or use range(…).") from None

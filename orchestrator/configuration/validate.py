@@ -29,10 +29,10 @@ from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.conf.weights import choose_transport, replaces_members
-from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere, look
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, reward_of
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign, too_small
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, titles
+from penstock.orchestrator.cluster.ray_cluster import check_resources, is_elsewhere, look
 from penstock.orchestrator.configuration.memory_view import MemoryView
 from penstock.orchestrator.configuration.model_shape import fresh_shape
 from penstock.orchestrator.configuration.prerequisites import (

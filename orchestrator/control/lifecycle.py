@@ -28,14 +28,6 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import takes_newcomers
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
-from penstock.orchestrator.cluster.cluster import (
-    is_elsewhere,
-    is_over,
-    namespace_of,
-    raise_if_over,
-    while_it_lives,
-)
-from penstock.orchestrator.cluster.connection import note_connection
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.owners import Owner, RunOwner
@@ -57,6 +49,14 @@ from penstock.orchestrator.cluster.placement.threads import (
     write_trials,
 )
 from penstock.orchestrator.cluster.ray_calls import get_all, get_from_all, is_recoverable
+from penstock.orchestrator.cluster.ray_cluster import (
+    is_elsewhere,
+    is_over,
+    namespace_of,
+    raise_if_over,
+    while_it_lives,
+)
+from penstock.orchestrator.cluster.ray_connection import note_connection
 from penstock.orchestrator.configuration.prerequisites import limits_of_code
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.control import process

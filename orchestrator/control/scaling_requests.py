@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.errors import CannotScale, ResourceError, suggest
-from penstock.orchestrator.cluster.connection import at_run
+from penstock.orchestrator.cluster.ray_connection import at_run
 from penstock.orchestrator.run_directory.fetching import open_at
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end

@@ -131,7 +131,7 @@ FASTER = 0.95
 
 
 @dataclass
-class Pace:
+class TurnChoice:
     """The choice. Pure: `note` each step. The present way is measured, then the other one, then the better one is
     kept."""
 
@@ -177,7 +177,7 @@ class CpuTurns:
         """`note`: tells people what was chosen."""
         config = fleet.config
         self._fleet, self._note = fleet, note
-        self._pace = Pace(config.max_staleness + 2, fleet.takes_turns) if _can_choose(fleet) else None
+        self._pace = TurnChoice(config.max_staleness + 2, fleet.takes_turns) if _can_choose(fleet) else None
         self._last: float | None = None
         self._was_plain = True
 

@@ -13,7 +13,7 @@ A member:
     Restart   the usual answer, after a pause that grows while faults continue
     Return    where a new process does not remove the cause: the budget of restarts is spent; restarts fail; or a step
               is lost again by the member that was restarted for it
-    End       a return is due, and there were too many
+    EndRun    a return is due, and there were too many
 
 A member is known by its title, which its later incarnations keep.
 
@@ -236,13 +236,13 @@ class EffectiveTime:
 
 
 @dataclass(frozen=True)
-class End:
+class EndRun:
     """The decision to end the run, by the error that the member was lost with."""
 
     reason: str
 
 
-Decision = Restart | Return | End
+Decision = Restart | Return | EndRun
 SAMPLES = "rollout"
 STOPS_ALL = ("trainer", "store")
 """Roles without which no step can be made."""
@@ -254,7 +254,7 @@ are long, and engines many."""
 class RunFaults:
     """Lifecycle: `lost` and `failed` say what to do. A `Restart` ends with `caught_up` or `failed`; a `Return` with
     `returned`, or with `return_failed`, which decides again. Losses that are reported while the run returns come of the
-    return itself, and change nothing. An `End` is the answer to everything after it.
+    return itself, and change nothing. An `EndRun` is the answer to everything after it.
 
         book.lost("Rollout-1", "rollout", now=10.0, step=7)    # Restart(after_s=0.0)
     """
@@ -270,7 +270,7 @@ class RunFaults:
         """Time of each return, and the step that it was from."""
         self._return_since: float | None = None
         self._due: Return | None = None
-        self._end: End | None = None
+        self._end: EndRun | None = None
         self._lost_s = 0.0
         self._counted: float | None = None
         """Time up to which lost seconds have been counted, while a member is lost."""
@@ -291,7 +291,7 @@ class RunFaults:
         member = self._members.setdefault(title, MemberFaults(self._config))
         return self._decided(title, member.lost(now, step if role == HOLDS_STEP else None), now, step)
 
-    def decide_return(self, title: str, role: str, now: float, step: int) -> Return | End:
+    def decide_return(self, title: str, role: str, now: float, step: int) -> Return | EndRun:
         """Decide about a loss after which no new process alone can help. An empty role: the run as a whole has
         failed."""
         if self._end is not None:
@@ -338,7 +338,7 @@ class RunFaults:
         self._count(now)
         return seconds
 
-    def return_failed(self, reason: str, now: float, step: int) -> Return | End:
+    def return_failed(self, reason: str, now: float, step: int) -> Return | EndRun:
         """Decide after the fleet did not start from the checkpoint, for `reason`: another return is due, which
         counts."""
         if self._end is not None:
@@ -368,9 +368,9 @@ class RunFaults:
             return decision
         return self._return(f"{title} was {decision.reason}", now, step)
 
-    def _return(self, reason: str, now: float, step: int) -> Return | End:
+    def _return(self, reason: str, now: float, step: int) -> Return | EndRun:
         if self._num_returns(now, step) >= self._config.max_returns:
-            self._end = End(f"{reason}, and faults.max_returns={self._config.max_returns}")
+            self._end = EndRun(f"{reason}, and faults.max_returns={self._config.max_returns}")
             return self._end
         self._returns.append((now, step))
         self._return_since = now

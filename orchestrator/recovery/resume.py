@@ -25,9 +25,9 @@ from penstock.orchestrator.checkpointing.checkpoints import (
     open_checkpoint,
     with_local_models,
 )
-from penstock.orchestrator.cluster.cluster import is_over
 from penstock.orchestrator.cluster.ray_calls import first_line, is_recoverable
-from penstock.orchestrator.recovery.decisions import End, RunFaults
+from penstock.orchestrator.cluster.ray_cluster import is_over
+from penstock.orchestrator.recovery.decisions import EndRun, RunFaults
 from penstock.orchestrator.recovery.takeover import OrphanedRun
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.fetching import fetch_run
@@ -172,9 +172,9 @@ class CheckpointReturn:
         else:
             decision, self._from_step = self._faults.decide_return("the run", "", now, step), step
         has_checkpoint = self._first is not None or self._has_own()
-        if isinstance(decision, End) or not (has_checkpoint or self._config.checkpoint.every_steps):
-            reason = decision.reason if isinstance(decision, End) else f"{decision.reason}, and it takes no checkpoints"
-            self._directory.event("given_up", reason=reason)
+        if isinstance(decision, EndRun) or not (has_checkpoint or self._config.checkpoint.every_steps):
+            lacks = "" if isinstance(decision, EndRun) else ", and it takes no checkpoints"
+            self._directory.event("given_up", reason=f"{decision.reason}{lacks}")
             return False
         about = {"from_step": self._from_step, "error": type(failure).__name__, "message": str(failure)}
         self._directory.event("returning", **about)

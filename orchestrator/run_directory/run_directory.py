@@ -11,14 +11,14 @@
     trackers/       their ids of the run      wandb/          files of W&B
     pictures/       those that samples name (`picture_folder.py`)
     run_id          distinguishes runs of the same name
-    states/         those that a session's loop has saved (`loops/policy.py`)
+    states/         those that a session's loop has saved (`loops/session_policy.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`failed_writes.py`), any other file written whole (`workers/runtime/local_files.py`): a run that is killed leaves
 whole files, and whole lines but perhaps the last one. One process at a time works in it (`run_lock.py`). Once the run
 has begun, what cannot be written does not end it (`failed_writes.py`): lines wait until they can be, samples and
 timeline are lost. With a URL as output_dir it is a working copy on this machine (`run_place.py`), which `mirror.py`
-brings to the URL.
+uploads to the URL.
 """
 
 import contextlib
@@ -196,7 +196,7 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """True if results of the run are there that would be costly to make again, or if that cannot be seen."""
+        """True if the run has results that would be costly to make again, or if the directory cannot be read."""
         if self.owned_by_other or self.failed_writes.waiting["metrics"]:
             return True
         try:
@@ -279,7 +279,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def close(self) -> None:
-        """Write the timeline, and what lines still wait; bring the rest to the URL; release files and locks. May be
+        """Write the timeline and the lines that still wait, upload the rest to the URL, release files and locks. May be
         called twice."""
         with contextlib.ExitStack() as closing:  # of all, whatever one of them raises
             for lock in self._locks:

@@ -12,7 +12,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator import session
-from penstock.orchestrator.loops.policy import Model, finite_rows
+from penstock.orchestrator.loops.session_policy import Model, finite_rows
 from penstock.orchestrator.session import Reward
 from penstock.store.data.rows import Rows
 from penstock.workers.reward.reward_result import RewardError

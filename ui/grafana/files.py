@@ -15,7 +15,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.renamed import METRICS
 from penstock.metering import table
 from penstock.metering.meters import RAY_PREFIX
-from penstock.orchestrator.cluster.connection import ray_directory
+from penstock.orchestrator.cluster.ray_connection import ray_directory
 from penstock.ui.grafana.dashboard import dashboard_json
 from penstock.ui.grafana.promql import ACTOR, RUN, WAITING, over
 

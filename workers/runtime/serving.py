@@ -1,6 +1,6 @@
 """The service of an actor for a store until it closes, its progress, and the share of failures that a run bears.
 
-Every actor answers `progress()`, beside its work; `orchestrator/membership/liveness.py` judges the answers.
+Every actor answers `progress()`, beside its work; `orchestrator/recovery/liveness.py` judges the answers.
 
     worker:    with phases.within(UPDATING): ...        answers:    phases.progress(num_done, num_in_flight)
 
@@ -36,6 +36,8 @@ SAVING = "saving"
 KEEPING = "copying its state"
 RESUMING = "resuming"
 EXPORTING = "writing the model"
+EARLY_ERRORS = 20
+"""Number of results that, if all of them failed, end a run before the window is full."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,6 @@ class ServingActor:
 
     async def close(self) -> None:
         """End nothing, unless the actor has something to end: there is the same call for every actor."""
-
-
-EARLY_ERRORS = 20
-"""Number of results that, if all of them failed, end a run before the window is full."""
 
 
 class ErrorShare:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.conf.errors import ConfigError
-from penstock.orchestrator.cluster.connection import at_run
+from penstock.orchestrator.cluster.ray_connection import at_run
 from penstock.orchestrator.run_directory.fetching import open_at
 from penstock.orchestrator.run_directory.run_directory import RUN_ID, RunDirectory
 from penstock.orchestrator.run_directory.run_lock import ENDS, last_start_or_end

@@ -17,7 +17,7 @@ from penstock.network.connection import new_token
 from penstock.network.listener import Listener
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, CheckpointWriter
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.loops.policy import SavedStates
+from penstock.orchestrator.loops.session_policy import SavedStates
 from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory

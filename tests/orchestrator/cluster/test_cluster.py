@@ -15,10 +15,10 @@ from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY, JobInfo, JobIn
 from ray.exceptions import AuthenticationError
 
 from penstock.conf.errors import RayEnded, ResourceError
-from penstock.orchestrator.cluster import cluster
-from penstock.orchestrator.cluster.cluster import join, while_it_lives
-from penstock.orchestrator.cluster.connection import keep_token_private
+from penstock.orchestrator.cluster import ray_cluster
 from penstock.orchestrator.cluster.local_ray import short_paths
+from penstock.orchestrator.cluster.ray_cluster import join, while_it_lives
+from penstock.orchestrator.cluster.ray_connection import keep_token_private
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_sockets_are_where_the_kernel_takes_their_paths() -> None:
 
 def test_who_has_another_version_of_ray_is_asked_to_install_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {"ray_version": "2.1.0", "python_version": "3.7.0"}
-    monkeypatch.setattr(cluster, "reach", lambda address: None)
+    monkeypatch.setattr(ray_cluster, "reach", lambda address: None)
     monkeypatch.setattr("ray.init", lambda **_: check_version_info(theirs, "node 10.0.0.2"))
     with pytest.raises(ResourceError, match=r"Ray: 2\.1\.0 .*\)\. Install the cluster's versions here\."):
         join("10.0.0.1:6379")
@@ -116,13 +116,13 @@ def test_a_job_of_ray_job_submit_has_the_texts_of_its_run(
     key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id="raysubmit_1").encode()
     submitted = JobInfo(JobStatus.RUNNING, entrypoint="penstock run", start_time=1, metadata=given)
     values = {key: json.dumps(submitted.to_json()).encode()}
-    monkeypatch.setattr(cluster, "GcsClient", lambda address: KeyValues(values))
+    monkeypatch.setattr(ray_cluster, "GcsClient", lambda address: KeyValues(values))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
-    cluster.add_to_submission({"penstock.run": "sums"})
+    ray_cluster.add_to_submission({"penstock.run": "sums"})
     assert values == {key: json.dumps(submitted.to_json()).encode()}, "this process is in no job"
     ours = {"metadata": {JOB_ID_METADATA_KEY: "raysubmit_1"}}
     monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(ours))
-    cluster.add_to_submission({"penstock.run": "sums", "penstock.algorithm": "grpo"})
+    ray_cluster.add_to_submission({"penstock.run": "sums", "penstock.algorithm": "grpo"})
     found = JobInfo.from_json(json.loads(values[key]))
     assert found.metadata == {"penstock.run": "sums", "penstock.algorithm": "grpo"} | (given or {})
     assert (found.status, found.entrypoint, found.start_time) == (JobStatus.RUNNING, "penstock run", 1)

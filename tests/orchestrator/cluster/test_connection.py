@@ -15,9 +15,9 @@ from aiohttp import web
 from rich.console import Console
 
 from penstock.conf.errors import ConfigError, ResourceError
-from penstock.orchestrator.cluster import connection
-from penstock.orchestrator.cluster.cluster import check_resources, is_elsewhere
-from penstock.orchestrator.cluster.connection import check_token, cluster_address, reach
+from penstock.orchestrator.cluster import ray_connection
+from penstock.orchestrator.cluster.ray_cluster import check_resources, is_elsewhere
+from penstock.orchestrator.cluster.ray_connection import check_token, cluster_address, reach
 from penstock.orchestrator.configuration import validate
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
@@ -92,7 +92,7 @@ def test_run_and_validate_refuse_an_address_in_the_same_words(
     small_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(validate, "trials", lambda config, flow: ())  # they start processes
+    monkeypatch.setattr(validate, "trials", lambda run: ())  # they start processes
     config, screen = load_config([*small_run, "rollout.engine=hf", f"output_dir={tmp_path / 'runs'}"]), io.StringIO()
     with pytest.raises(ResourceError) as refused:
         run(config, quiet=True)
@@ -113,7 +113,7 @@ def test_a_server_of_grpc_or_tls_may_be_a_cluster(answer: bytes | None) -> None:
 
 
 def test_a_port_that_is_silent_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "KNOCK_S", 0.01)
+    monkeypatch.setattr(ray_connection, "KNOCK_S", 0.01)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         pytest.raises(ResourceError, match=r"no Ray cluster answers there \(timed out\)"),

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.conf.errors import RayEnded
-from penstock.orchestrator.cluster import cluster, connection
-from penstock.orchestrator.cluster.cluster import raise_if_over, while_it_lives
-from penstock.orchestrator.cluster.connection import NUM_LOOKS, HeadWatch
+from penstock.orchestrator.cluster import ray_cluster, ray_connection
+from penstock.orchestrator.cluster.ray_cluster import raise_if_over, while_it_lives
+from penstock.orchestrator.cluster.ray_connection import NUM_LOOKS, HeadWatch
 
 
 @pytest.fixture
 def local_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A local Ray of this process that has not ended."""
     local = SimpleNamespace(is_over=False)
-    monkeypatch.setattr(cluster, "local_rays", {"127.0.0.1:1": local})
+    monkeypatch.setattr(ray_cluster, "local_rays", {"127.0.0.1:1": local})
     return local
 
 
@@ -45,7 +45,7 @@ def test_a_call_has_its_end_and_its_error_told(local_ray: SimpleNamespace) -> No
 
 
 def test_without_a_local_ray_a_call_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "local_rays", {})
+    monkeypatch.setattr(ray_cluster, "local_rays", {})
     threads: list[threading.Thread] = []
     while_it_lives(lambda: threads.append(threading.current_thread()))
     assert threads == [threading.current_thread()]
@@ -61,7 +61,7 @@ def test_its_end_is_an_error_that_names_the_way_on(local_ray: SimpleNamespace) -
 def test_a_head_that_takes_no_connection_any_more_ends_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     head = socket.create_server(("127.0.0.1", 0))
     watch = HeadWatch("127.0.0.1:{1}".format(*head.getsockname()), 0.2)
-    monkeypatch.setattr(cluster, "watches", [watch])
+    monkeypatch.setattr(ray_cluster, "watches", [watch])
     for _ in range(3):
         head.accept()[0].close()
     raise_if_over()
@@ -88,7 +88,7 @@ def test_a_head_that_comes_back_in_time_is_not_lost(monkeypatch: pytest.MonkeyPa
             raise ConnectionRefusedError
         return socket.socket()
 
-    monkeypatch.setattr(connection.socket, "create_connection", create_connection)
+    monkeypatch.setattr(ray_connection.socket, "create_connection", create_connection)
     watch = HeadWatch("head:6379", 0.01)
     assert looked.wait(900)
     watch.close()

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Threads, Trial
-from penstock.orchestrator.control.turns import RESTS, TRIED, CpuTurns, Pace
+from penstock.orchestrator.control.turns import RESTS, TRIED, CpuTurns, TurnChoice
 from penstock.store.ledger.admission import Credits
 from tests.fakes.actors import FakeHandle
 
@@ -19,7 +19,7 @@ CYCLE = SETTLES + 2 * TRIED + SETTLES
 
 def ways(seconds: dict[bool, float], steps: int, noise: float = 0.02, seed: int = 0) -> list[bool]:
     """Whether each step is made in turns, where steps take so long."""
-    pace, draws, found = Pace(SETTLES), random.Random(seed), []
+    pace, draws, found = TurnChoice(SETTLES), random.Random(seed), []
     for _ in range(steps):
         found.append(pace.takes_turns)
         pace.note(seconds[pace.takes_turns] * (1 + noise * draws.uniform(-1, 1)))
@@ -36,7 +36,7 @@ def test_the_faster_way_is_kept_and_a_change_wants_a_reason(together: float, tur
 
 def test_the_other_way_is_tried_again_after_a_while() -> None:
     """Responses have grown meanwhile, so that what was slower is faster."""
-    pace, found = Pace(SETTLES), []
+    pace, found = TurnChoice(SETTLES), []
     for step in range(3 * (CYCLE + RESTS)):
         found.append(pace.takes_turns)
         pace.note({False: 1.0, True: 1.3 if step < CYCLE + RESTS else 0.7}[pace.takes_turns])
@@ -46,7 +46,7 @@ def test_the_other_way_is_tried_again_after_a_while() -> None:
 
 def test_steps_that_had_more_to_do_do_not_count() -> None:
     """Each second step is slow for a reason of its own."""
-    pace, told = Pace(SETTLES), []
+    pace, told = TurnChoice(SETTLES), []
     for step in range(80):
         if (found := pace.note(None if step % 2 else {False: 1.0, True: 1.3}[pace.takes_turns])) is not None:
             told.append(found)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.conf.faults import FaultsConfig
-from penstock.orchestrator.recovery.decisions import End, Restart, Return, RunFaults
+from penstock.orchestrator.recovery.decisions import EndRun, Restart, Return, RunFaults
 from tests.amounts import amount
 
 ROLES = {"Rollout-0": "rollout", "Rollout-1": "rollout", "Reward-0": "reward", "Trainer-policy": "trainer"}
@@ -112,7 +112,7 @@ def test_a_return_too_many_ends_the_run_and_says_why() -> None:
         assert isinstance(lose(book, "Rollout-0", now, step), Return)
         book.returned(now + 5)
     end = lose(book, "Rollout-1", 20.0, 9)
-    assert end == End("Rollout-1 was lost after faults.max_restarts=0 restarts in 600 s, and faults.max_returns=2")
+    assert end == EndRun("Rollout-1 was lost after faults.max_restarts=0 restarts in 600 s, and faults.max_returns=2")
     assert lose(book, "Reward-0", 30.0, 9) == end
 
 
@@ -122,7 +122,7 @@ def test_returns_of_long_ago_count_no_longer_if_the_run_has_got_on_since() -> No
     book.returned(1.0)
     assert isinstance(lose(book, "Rollout-0", 200.0, 6), Return)
     book.returned(201.0)
-    assert isinstance(lose(book, "Rollout-0", 9000.0, 6), End)
+    assert isinstance(lose(book, "Rollout-0", 9000.0, 6), EndRun)
 
 
 def test_a_return_that_fails_is_tried_again_as_often_as_a_run_may_return() -> None:
@@ -132,7 +132,7 @@ def test_a_return_that_fails_is_tried_again_as_often_as_a_run_may_return() -> No
     assert again == Return("Rollout-1 has died")
     assert lose(book, "Rollout-1", 6.0, 1) is None, "what dies in a return comes of it"
     end = book.return_failed("Store has died", 7.0, 1)
-    assert end == End("Store has died, and faults.max_returns=2")
+    assert end == EndRun("Store has died, and faults.max_returns=2")
     assert book.return_failed("again", 8.0, 1) == end
 
 
@@ -158,7 +158,7 @@ class Histories(RuleBasedStateMachine):
         self.restarts: dict[str, list[float]] = {title: [] for title in ROLES}
         self.returns: list[tuple[float, int]] = []
         self.returning = False
-        self.end: End | None = None
+        self.end: EndRun | None = None
         self.num_faults = 0
         self.before: dict[str, float] = {}
 
@@ -172,7 +172,7 @@ class Histories(RuleBasedStateMachine):
         elif isinstance(decision, Return):
             self.returns.append((self.now, self.step))
             self.returning = True
-        elif isinstance(decision, End):
+        elif isinstance(decision, EndRun):
             self.end = decision
 
     @rule(seconds=SECONDS)
@@ -213,7 +213,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def return_failed(self) -> None:
         decision = self.book.return_failed("it failed", self.now, self.step)
-        if isinstance(decision, End):
+        if isinstance(decision, EndRun):
             self.end = decision
         else:
             self.returns.append((self.now, self.step))
@@ -247,7 +247,7 @@ def test_a_run_that_never_gets_past_a_step_ends_however_slow_its_steps_are(max_r
     for _ in range(3 * (max_returns + 1)):
         now += step_s
         decision = lose(book, "Trainer-policy", now, 7)
-        if isinstance(decision, End):
+        if isinstance(decision, EndRun):
             return
         if isinstance(decision, Restart):
             bring_back(book, "Trainer-policy", now)

@@ -12,8 +12,8 @@ from pyarrow import parquet
 
 from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.cluster import namespace_of
 from penstock.orchestrator.cluster.placement.actors import run_of
+from penstock.orchestrator.cluster.ray_cluster import namespace_of
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.timeline import Timeline, chrome_trace

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.cluster import look
 from penstock.orchestrator.cluster.local_ray import LocalRay
+from penstock.orchestrator.cluster.ray_cluster import look
 from tests.run_files import metrics_of
 
 pytestmark = pytest.mark.real

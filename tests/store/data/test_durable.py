@@ -18,7 +18,7 @@ FOLDERS = (
 MODULE = "store/data/durable.py"
 STEPS = {"fsync", "fdatasync", "sync", "rename", "renames", "replace", "link"}
 OTHERS = {
-    "orchestrator/cluster/connection.py: link": "Ray's token, which is made again",
+    "orchestrator/cluster/ray_connection.py: link": "Ray's token, which is made again",
     "orchestrator/observability/actor_logs.py: replace": "logs of a run",
     "ui/remote.py: replace": "copies of what is at a URL",
     "store/data/segment_files.py: rename": "shared memory",

@@ -11,7 +11,7 @@ import ray
 from rich.console import Console
 
 from penstock.conf.errors import ResourceError
-from penstock.orchestrator.cluster.cluster import look
+from penstock.orchestrator.cluster.ray_cluster import look
 from penstock.orchestrator.configuration import validate
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import PlacementView, validate_run

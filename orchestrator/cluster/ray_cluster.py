@@ -33,7 +33,11 @@ from ray.job_config import JobConfig
 
 from penstock.conf.errors import RayEnded, ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.cluster.connection import (
+from penstock.orchestrator.cluster.local_ray import LocalRay, short_paths
+from penstock.orchestrator.cluster.placement.actors import RUN_PREFIX, ActorPlan, check_fits, needed
+from penstock.orchestrator.cluster.placement.assignment import assign
+from penstock.orchestrator.cluster.placement.nodes import Node, cluster_nodes
+from penstock.orchestrator.cluster.ray_connection import (
     AUTH_MODE,
     PATIENCE,
     HeadWatch,
@@ -44,10 +48,6 @@ from penstock.orchestrator.cluster.connection import (
     reach,
     reconnect_s,
 )
-from penstock.orchestrator.cluster.local_ray import LocalRay, short_paths
-from penstock.orchestrator.cluster.placement.actors import RUN_PREFIX, ActorPlan, check_fits, needed
-from penstock.orchestrator.cluster.placement.assignment import assign
-from penstock.orchestrator.cluster.placement.nodes import Node, cluster_nodes
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.store.data.roots import sweep_stale
