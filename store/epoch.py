@@ -1,6 +1,6 @@
 """The epoch of calls that change something: the number of the command among those that have driven the run.
 
-A command that was stopped, and comes back after another has taken its run over, still has the handles of all actors.
+A command that was stopped and continues after another has taken over its run still has the handles of all actors.
 So each actor keeps the newest epoch that it was called with, and does nothing for an older one.
 """
 

@@ -1,7 +1,7 @@
 """Refusals of the store, by kind. Each names the column, row or stage and what was expected; nothing has changed.
 
-`StoreError`, `LeaseExpired` and `StalenessViolation`, which others handle too, are in `conf/errors.py`. All are built
-from their message alone, so they pickle and cross Ray, and travel by name between processes (`data/codec.py`).
+`StoreError`, `LeaseExpired` and `StalenessViolation`, which other packages handle too, are in `conf/errors.py`. All are
+built from their message alone, so they pickle and cross Ray, and travel by name between processes (`data/codec.py`).
 """
 
 from penstock.conf.errors import LeaseExpired as LeaseExpired

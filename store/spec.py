@@ -19,7 +19,7 @@ def environment_rewards(flow: Dataflow) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A consumer of rows. It may start on a unit once all its `reads` are there for every row of the unit."""
+    """A consumer of rows. It may start on a unit once every row of the unit has all its `reads`."""
 
     name: str
     unit: str  # sample, group, batch

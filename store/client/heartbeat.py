@@ -59,7 +59,7 @@ class InProcessRenewer:
 
 
 class ConnectionRenewer:
-    """A connection of its own, made when it is needed and made again after it has broken."""
+    """A renewer with a connection of its own, made when it is needed and remade after it has broken."""
 
     def __init__(self, connect: Callable[[float], Connection], where: object, client: str) -> None:
         """Prepare a connection that `connect` makes, within the seconds that it is given."""
@@ -114,8 +114,8 @@ class Heartbeat:
     heartbeat.finished(lease_id, rows)
 
     A beat that fails is tried again at the next one. The thread ends when the store is closed, since nothing expires
-    then, or its process gone, which every call is told. Should anything else end it, the log and the next caller are
-    told.
+    then, or its process gone, which every call reports. If anything else ends it, the log and the next caller get the
+    error.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Heartbeat:
             self._beat(renewer, loop)
         except WorkerDied as gone:
             _LOG.debug("leases are not renewed any more: %s", gone)
-        except Exception as failure:  # noqa: BLE001 - whatever ends a heartbeat, its owner is told
+        except Exception as failure:  # noqa: BLE001 - any error that ends a heartbeat is reported to its owner
             self._failure = failure
             _LOG.warning("leases are not renewed any more: %r", failure)
         finally:
@@ -220,7 +220,7 @@ class Heartbeat:
         while not self._stopped.wait(interval_s) and not loop.is_closed():
             with self._lock:
                 if not self._open and not self._tickets:
-                    self._end(renewer)  # here, so that nobody takes what ends for what beats
+                    self._end(renewer)  # here: `beats` must be false from now on
                     return
                 held, tickets = list(self._open), list(self._tickets)
             try:

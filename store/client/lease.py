@@ -106,7 +106,7 @@ class LeaseStream:
         return [] if isinstance(leases, asyncio.CancelledError) else [leases]
 
     async def _give_back(self) -> list[BaseException]:
-        """Give each lease back, whatever becomes of the others. Returns the errors."""
+        """Give each lease back, even if another cannot be. Returns the errors."""
         fetched, self._ready = self._ready, deque()
         results = await asyncio.gather(*map(self._release, fetched), return_exceptions=True)
         return [result for result in results if result is not None]

@@ -257,7 +257,7 @@ class ConnectionLink:
         try:
             return await answer
         except asyncio.CancelledError:
-            if not answer.cancelled() and answer.exception() is None:  # it was there in the same moment
+            if not answer.cancelled() and answer.exception() is None:  # it arrived in the same moment
                 self.skip(refs_of(answer.result()))
             raise
 
@@ -285,7 +285,7 @@ class ConnectionLink:
             payload = await self._remote_reader().fetch(payload)
             return payload.with_batches(mapped)
         finally:
-            self.skip(remote)  # they are here, or nobody reads them
+            self.skip(remote)  # their values are here, or will not be read
 
     def skip(self, refs: Sequence[SegmentRef]) -> None:
         """Tell the store that batches named by an answer will not be read."""
@@ -319,24 +319,24 @@ class ConnectionLink:
     def _on_message(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if kind != ANSWER:
             raise Malformed(f"the store sends a message of kind {kind}.")
-        heard = self.wire.codec.decode(StoreAnswer[Raw], body, area)
-        if heard.notice is not None:
-            self._apply_notice(heard.notice)
-        if heard.number is None:
+        answered = self.wire.codec.decode(StoreAnswer[Raw], body, area)
+        if answered.notice is not None:
+            self._apply_notice(answered.notice)
+        if answered.number is None:
             return
-        if heard.number not in self._answers:
-            raise Malformed(f"the store answers call {heard.number}, which is none.")
-        method, answer = self._answers[heard.number]
+        if answered.number not in self._answers:
+            raise Malformed(f"the store answers call {answered.number}, which is none.")
+        method, answer = self._answers[answered.number]
         value = None
-        if heard.error is None:
-            value = self.wire.codec.decode(self._calls.result(method), heard.value, area)
-        del self._answers[heard.number]
+        if answered.error is None:
+            value = self.wire.codec.decode(self._calls.result(method), answered.value, area)
+        del self._answers[answered.number]
         if answer.done():
-            self.skip(refs_of(value))  # nobody will read it: the use that the store has counted ends
-        elif heard.error is None:
+            self.skip(refs_of(value))  # the caller is gone: the reading that the store has counted ends
+        elif answered.error is None:
             answer.set_result(value)
         else:
-            answer.set_exception(heard.error)
+            answer.set_exception(answered.error)
 
     def _on_lost(self, error: Exception | None) -> None:
         self._lost = self._lost or self._loss_reason(error)
@@ -400,7 +400,7 @@ class TcpLink(ConnectionLink):
         while True:
             try:
                 arguments = endpoint.address, STORE_SERVICE, endpoint.token, CONNECT_S
-                connection = await asyncio.to_thread(connect, *arguments)  # the event loop goes on meanwhile
+                connection = await asyncio.to_thread(connect, *arguments)  # the event loop runs meanwhile
                 break
             except OSError as error:
                 tries += 1
@@ -426,7 +426,7 @@ class TcpLink(ConnectionLink):
         return ConnectionRenewer(connected, address, self._client)
 
     def _loss_reason(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
-        if error is None or isinstance(error, ConnectionError):  # its machine has said so
+        if error is None or isinstance(error, ConnectionError):  # its machine has reported it
             return super()._loss_reason(error)
         return StoreUnreachable(
             f"nothing was heard of the store at {self._where} for {SILENCE_S:g} s ({error}): its machine is gone, or "

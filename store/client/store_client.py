@@ -103,7 +103,7 @@ class PendingPut:
 
 class PutBatcher:
     """Puts of one client to one store. One call is under way at a time, so groups are admitted in the order in which
-    they were given; those that are given while others wait for credits go together afterwards."""
+    they were given; those that are given while earlier ones wait for credits go together afterwards."""
 
     def __init__(self, link: Link, client: str) -> None:
         self._link, self._client = link, client
@@ -188,7 +188,7 @@ def _deliver(future: "asyncio.Future[Any]", value: Any, error: BaseException | N
 
 
 def values_by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
-    """Join the values of groups that are to be put, by column: all of the source's columns, and no others."""
+    """Join the values of groups that are to be put, by column: all of the source's columns, and no other."""
     for number, group in enumerate(groups):
         for name in source:
             if name not in group:
@@ -258,7 +258,8 @@ class StoreClient:
             for rows in parts:
                 some = values if len(parts) == 1 else {name: [one[row] for row in rows] for name, one in values.items()}
                 encoded.append(self._encode(spec, some, rows))
-                check_group_bytes(spec.max_bytes, encoded[-1][1].row_bytes)  # here: others' may travel in the message
+                # Here, since groups of other callers may travel in the same message.
+                check_group_bytes(spec.max_bytes, encoded[-1][1].row_bytes)
         except StoreError:
             for _, _, slot in encoded:
                 if slot is not None:
@@ -321,7 +322,7 @@ class StoreClient:
         """Take back what a stage's rounds had under way: all its ranks are gone, or begin anew. Returns the number of
         the next round, with which the new ranks begin.
 
-        For the train stage that is the last step that was trained: a batch that not all ranks have said to be trained
+        For the train stage that is the last step that was trained: a batch that not all ranks have reported as trained
         is formed again of the same groups, unless some of their rows were lost with a node.
 
         `epoch`: that of the command that asks (`store/epoch.py`), of which an older one is refused. None: a worker.
@@ -351,7 +352,7 @@ class StoreClient:
             self.heartbeat.finished(lease.id, rows)
 
     async def superseded(self) -> list[tuple[int, int]] | None:
-        """Wait until others have written groups that this client samples too. Returns leases and groups; None once
+        """Wait until other clients have written groups that this one samples too. Returns leases and groups; None once
         closed."""
         superseded: list[tuple[int, int]] | None = await self.link.call("superseded", self.name)
         size = (await self.spec()).group_size
@@ -449,8 +450,8 @@ class StoreClient:
         """Return which worker has worked on what since any client's last call: see `WorkLog.take`."""
         work = dict(await self.link.call("work"))
         while work.pop("more"):
-            told = dict(await self.link.call("work"))
-            work = told | {kind: work[kind] + told[kind] for kind in ("leases", "admitted", "missed")}
+            more = dict(await self.link.call("work"))
+            work = more | {kind: work[kind] + more[kind] for kind in ("leases", "admitted", "missed")}
         return work
 
     async def close(self, reason: str = "closed") -> None:

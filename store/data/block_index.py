@@ -202,7 +202,7 @@ class BlockIndex:
             self._count(block, 1)
 
     def release_copy(self, copied: "BlockIndex", num_groups: int) -> bool:
-        """Free the cells of so many copied groups, which are not needed any more. Returns whether others are left."""
+        """Free the cells of so many copied groups, which are not needed any more. Returns whether there are more."""
         for _ in range(min(num_groups, len(copied._cells))):
             _, kept = copied._cells.popitem()
             for block in _blocks_of(kept):

@@ -56,7 +56,7 @@ PULL, ORDERS, DONE, FAILED, GONE = range(5)
 CONNECT_S = 10.0
 PATIENCE_S = 60.0
 """Seconds for which a node is tried. One that cannot be reached for so long is gone, and its shared memory with it: it
-is told nothing more."""
+gets no more orders."""
 PAUSE_S = 1.0
 MOST_ORDERS = 1000
 """The most orders in one message."""
@@ -93,7 +93,7 @@ class RowsNodes:
         return {node.id: node.address for node in self.by_id.values()}
 
     def without(self, node: str) -> "RowsNodes":
-        """Return the nodes that are left after one was lost. If it comes back, its clients are as those of nodes that
+        """Return all nodes but one that was lost. If it returns, its clients are as those of nodes that
         come later: what they write goes to the store."""
         return RowsNodes({other: its for other, its in self.by_id.items() if its.id != node}, self.token)
 
@@ -134,7 +134,7 @@ class SpillOrder(Struct, frozen=True, array_like=True, tag="spill"):
 
 
 class SweepOrder(Struct, frozen=True, array_like=True, tag="sweep"):
-    """Remove what a writer that is gone has not handed over. `kept`: what it has."""
+    """Remove files that a writer that is gone has not handed over. `kept`: those that it has."""
 
     writer: str
     kept: list[str]
@@ -169,7 +169,7 @@ class RowsServer:
         with Connection(connected) as connection:
             connected.settimeout(None)  # it may ask nothing for long; the kernel says when it is gone
             codec = Codec()
-            with suppress(OSError):  # it has what it wanted, or is gone, or speaks something else
+            with suppress(OSError):  # it is done, or gone, or speaks another protocol
                 while True:
                     self._answer(connection, codec, connection.receive())
 
@@ -267,7 +267,7 @@ def _checked(name: str) -> str:
 
 
 class NodeOrders:
-    """The orders to all nodes about files there, told to each node in order, and carried out by its rows server.
+    """The orders to all nodes about their files, sent to each node in order, and carried out by its rows server.
     Lifecycle: `give` any number of times, `close`.
 
     No process waits for it: a file that is removed late costs memory for that long, and nothing else. Each node has its
@@ -279,7 +279,7 @@ class NodeOrders:
         self._to: dict[str, queue.SimpleQueue[Order | None]] = {}
         self._closed = threading.Event()
         self._gone_nodes: set[str] = set()
-        """Nodes that are told nothing more."""
+        """Nodes that get no more orders."""
         self.lost = 0
         """Orders to nodes that were gone."""
 
@@ -319,7 +319,7 @@ class NodeOrders:
             connection.close()
 
     def _send(self, node: str, connection: Connection | None, orders: list[Order]) -> Connection | None:
-        """Send orders. Returns the connection that they were told over; None if the node is gone. Orders may be told
+        """Send orders. Returns the connection that they were sent over; None if the node is gone. Orders may be sent
         twice."""
         address, body = self._addresses[node], Codec().encode(orders)[0]
         give_up = time.monotonic() + PATIENCE_S
@@ -358,7 +358,7 @@ class RemoteReader:
         """Return the payload with the values of its remote sources in their place. Raises `RowsUnreachable`,
         `StoreError`."""
         wanted, rest = split_remote(payload, self._node)
-        if self._threads is None:  # of its own: others wait in the event loop's
+        if self._threads is None:  # not the event loop's, where other calls wait
             self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull")
         loop, nodes = asyncio.get_running_loop(), _by_node(wanted)
         pulling = [loop.run_in_executor(self._threads, self._pull, node, some) for node, some in nodes.items()]
@@ -383,13 +383,13 @@ class RemoteReader:
 
     def _pull(self, node: str, wanted: list[RowsRequest]) -> list[pa.RecordBatch]:
         if node not in self._addresses:
-            raise RowsUnreachable(f"rows lie on node {node!r}, of which this process was not told.")
+            raise RowsUnreachable(f"rows lie on node {node!r}, which this process does not know.")
         request = Codec().encode(wanted)[0]
         connection = self._take_idle(node)
         if connection is not None:
             try:
                 return self._exchange(node, connection, request, wanted)
-            except ConnectionError:  # it has ended while nobody used it, perhaps
+            except ConnectionError:  # it may have ended while it was idle
                 pass
             except OSError as error:
                 raise self._unreachable(node, error) from None

@@ -82,8 +82,8 @@ def remove_root(root: str | Path, owner: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _held(root: str | Path) -> Iterator[None]:
-    """Keep guards and others who remove directories from moving it. Between a look at its owner and the move, one of
-    them could otherwise give the name free, and a new owner's directory would be moved. Raises `TimeoutError`."""
+    """Keep guards and other removers of directories from moving it. Between the check of its owner and the move, one of
+    them could otherwise free the name, and a new owner's directory would be moved. Raises `TimeoutError`."""
     directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + MOVED_WITHIN_S
@@ -125,10 +125,10 @@ def _start_ticks(pid: str) -> str | None:
     """Clock ticks from boot to the process's start (proc(5), stat field 22). None if it has ended, also if its parent
     does not know of it yet. Read here because psutil's `create_time` is a date, which a clock change moves."""
     try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if state in "ZX" else others[18]
+    return None if state in "ZX" else values[18]
 
 
 def _namespace() -> str:

@@ -8,9 +8,9 @@ Blobs are values of dtype `binary`, each a string of bytes of any length, as pic
     list column   offsets │ views │ blob │ blob │ …      Arrow's binary views: 16 bytes a value, which say where it lies
     sample column           views │ blob │ blob │ …      or, up to 12 bytes long, are the value
 
-Rows that are copied copy views. So all rows that share a blob share its memory, within a write and in whoever reads it,
-and all blobs of a batch may be larger than 2 GiB together. Each blob is a buffer of its own: a part of a batch is its
-views and those of the buffers that they name (`compact_blobs`), and no blob is copied to send it.
+Rows that are copied copy views. So all rows that share a blob share its memory, within a write and in each of its
+readers, and all blobs of a batch may be larger than 2 GiB together. Each blob is a buffer of its own: a part of a batch
+is its views and those of the buffers that they name (`compact_blobs`), and no blob is copied to send it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ _NUMPY: "dict[str, np.dtype[Any]]" = {
 _KINDS = {"uint8": "iu", "int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """Letters of numpy for the kinds that each dtype takes."""
 _LISTS, _NUMBERS = {list, tuple}, {int, float, bool, str}
-"""Types of values that a ragged column and one of scalars take without a look at each."""
+"""Types of values that need no check of each value, of a ragged column and of one of scalars."""
 Allocate = Callable[[int], "np.ndarray | None"]
 """Memory of so many bytes to put a column into, uint8; None if there is no more."""
 _MISFIT = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError)
@@ -118,12 +118,12 @@ def check_declared(columns: dict[str, Column], names: Iterable[str], stage: str)
     """Raise `UnknownColumn` for the first of the names that a stage writes, and no column has."""
     for name in names:
         if name not in columns:
-            said = f"stage {stage!r} writes column {name!r}, which the dataflow lacks"
-            raise UnknownColumn(f"{said}{suggest(name, columns)}")
+            problem = f"stage {stage!r} writes column {name!r}, which the dataflow lacks"
+            raise UnknownColumn(f"{problem}{suggest(name, columns)}")
 
 
 def check_types(columns: dict[str, Column], types: Iterable[tuple[str, str]], num_came: int, num_rows: int) -> None:
-    """Check on the store's side what came: types, as Arrow prints them, and number of rows, not values. Raises
+    """Check a batch on the store's side: types, as Arrow prints them, and number of rows, not values. Raises
     `UnknownColumn`, `WrongType`, `WrongLength`."""
     types = list(types)
     if types and num_came != num_rows:

@@ -22,7 +22,7 @@ AT_ONCE = 256
 
 class SegmentState(Enum):
     LIVE = "rows lie in it"
-    ENDED = "no row lies in it, and somebody still reads it"
+    ENDED = "no row lies in it, and a client still reads it"
     POOLED = "with its writer, who may write it again"
 
 

@@ -1,19 +1,19 @@
 """Files of segments in a process: written in shared memory, mapped and read without a copy, moved to disk in a thread.
 
-    slot = arena.reserve(nbytes)       a file that came back, or None
+    slot = arena.reserve(nbytes)       a file that was given back, or None
     batch = encode(…, slot)            large columns are joined right where they are to lie
     placed = arena.place(batch, slot)  copies there what is elsewhere; `placed` goes into the call
     batch = mappings.read(placed)      in another process: views of its mapping of the file
     arena.take_back(names)             the store has freed these
 
 A page that is touched for the first time costs as much as copying it several times. So a file that the store has freed
-goes back to its writer, which writes through a mapping of it. Before any has come back, large batches take files whose
-pages were touched at the start of the store (`preallocate`): the writer that renames one has it. A new file is written
-by the kernel, which touches pages cheaper than a mapping does.
+goes back to its writer, which writes through a mapping of it. Before any file has been given back, large batches take
+files whose pages were touched at the start of the store (`preallocate`): the writer that renames one has it. A new file
+is written by the kernel, which touches pages cheaper than a mapping does.
 
-A file is written anew after its last reader, so the store counts the clients that were told of it (`segments.py`); each
-`Reading` ends when the last array of what was read is collected, wherever that is, and a `DebouncedCall` reports it. No
-file stays open: thousands of segments are mapped at a time, and a process may have only a thousand files open.
+A file is written anew after its last reader, so the store counts the clients that it has named it to (`segments.py`);
+each `Reading` ends when the last array of what was read is collected, wherever that is, and a `DebouncedCall` reports
+it. No file stays open: thousands of segments are mapped at a time, and a process may have only a thousand files open.
 Python's own `mmap` keeps a copy of the descriptor for as long as the mapping exists; from Python 3.13 on it need not
 (`trackfd`).
 """
@@ -50,11 +50,11 @@ SPARE = "spare-"
 SPARE_BYTES = 1 << 23
 """Size of such a file, in bytes. A batch of less than an eighth of it has few pages to touch, and takes none."""
 SPARES = 16
-"""The most preallocated files. They need to last until the first batches have come back."""
+"""The most preallocated files. They are needed until the first files are given back."""
 SHARE = 8
 """The part that is preallocated at most, of a store's budget and of the memory that is free: 1 / `SHARE`."""
 DEBOUNCE_S = 0.05
-"""Delay in seconds. What ends with the next call anyway is said by that call; a lease's arrays end together."""
+"""Delay in seconds. What ends before the next call is reported by that call; a lease's arrays end together."""
 CLOSED = "the store is closed: it writes and moves no files any more."
 COPIED_AT_ONCE = 1 << 20
 """Bytes copied at once."""
@@ -66,7 +66,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class SegmentSlot:
-    """A file that came back, mapped, and how much of it is taken by the batch that is being written."""
+    """A file that was given back, mapped, and how much of it the batch that is being written takes."""
 
     def __init__(self, path: str, give_back: "Callable[[SegmentSlot], None]") -> None:
         self.path, self.name = path, os.path.basename(path)
@@ -204,7 +204,7 @@ class Arena:
 
 def preallocate(place: str, max_bytes: int) -> None:
     """Make spare files for writers that share so many bytes, and touch their pages now. As many as there is memory for:
-    no writer needs them to go on."""
+    no writer depends on them."""
     with suppress(OSError):  # a full directory, or the files of a store before this one, which serve as well
         disk, memory = os.statvfs(place), psutil.virtual_memory()
         for number in range(num_spares(max_bytes, min(disk.f_bavail * disk.f_frsize, memory.available))):
@@ -328,7 +328,7 @@ class SegmentMappings:
 
 
 class Reading:
-    """The object that every buffer of one reading holds on to; its end is noted in `ended`, and told."""
+    """The object that every buffer of one reading holds on to; its end is noted in `ended` and reported."""
 
     __slots__ = ("_ended", "_name", "_tell", "memory")
 
@@ -373,7 +373,7 @@ def map_segment(places: Sequence[str], name: str) -> np.ndarray:
 
 def map_file(descriptor: int, nbytes: int | None = None, *, is_written: bool = False) -> np.ndarray:
     """Map the first bytes of an open file, uint8, shared with all processes that have mapped it. `nbytes`: None: all
-    that it has. `is_written`: the array can be written to, and its pages are there at once. Raises `OSError`."""
+    that it has. `is_written`: the array can be written to, and its pages are touched at once. Raises `OSError`."""
     if nbytes is None:
         nbytes = os.fstat(descriptor).st_size
     protection, flags = mmap.PROT_READ, mmap.MAP_SHARED

@@ -80,8 +80,8 @@ class Segments:
         self._tell: dict[str, Callable[[], None]] = {}
         self.nodes = nodes or RowsNodes()
         self.kept = 0
-        """Number of large batches that came by value, since their writer has no shared memory to put them into, or no
-        room."""
+        """Number of large batches that were sent by value, since their writer has no shared memory to put them into, or
+        no room."""
         self._node_of: dict[str, str] = {}
         """The node of each client; the store's own has no name."""
         places = (str(self.directory), str(self.spill))
@@ -116,8 +116,8 @@ class Segments:
         return self._node_of.get(client, "")
 
     async def spill_if_needed(self, placed: SegmentRef) -> None:
-        """Move the batch to disk if it must be, before it is adopted: others are served meanwhile. Raises as `adopt`
-        does."""
+        """Move the batch to disk if it must be, before it is adopted; other clients are served meanwhile. Raises as
+        `adopt` does."""
         if placed.node:
             return  # its node does so
         size, on_disk = self._checked(placed)
@@ -167,14 +167,14 @@ class Segments:
             self._adopt_remote(placed)
             return
         size, on_disk = self._checked(placed)
-        if self.book.adopt(name, placed, size, on_disk):  # there was nobody who could have made room before
+        if self.book.adopt(name, placed, size, on_disk):  # it came without `spill_if_needed`
             try:
                 move(self.directory / name, self.spill / name)
             except OSError as error:
                 self.end(name)
                 raise self._move_error(name, error) from None
             self._carry_out(self.book.spilled(name))
-        elif name in self._moved:  # who has it mapped hears of it: the mapping would hold on to the pages
+        elif name in self._moved:  # clients drop their mappings, which would hold on to the pages
             self._carry_out(self.book.spilled(name))
         self._moved.discard(name)
 
@@ -254,7 +254,7 @@ class Segments:
             self._carry_out(self.book.end_reading(client, name))
 
     def notice(self, client: str) -> SegmentNotice | None:
-        """Return what a client has not been told yet."""
+        """Return the notice that is due to a client; None if there is none."""
         notice = self._notices.get(client)
         if notice is None or not (notice.recycled or notice.removed):
             return None
@@ -329,8 +329,8 @@ class Segments:
             if place == self.spill:
                 remove_root(self.directory)
             raise StoreError(
-                f"the store cannot make {place}: {error}. It makes its directories anew, and what is there already is "
-                "another's. Make room in shared memory, or set store.spill_dir to a disk that this user may write to."
+                f"the store cannot make {place}: {error}. A directory that exists is never reused. Make room in shared "
+                "memory, or set store.spill_dir to a disk that this user may write to."
             ) from None
 
     def _carry_out(self, instructions: Instructions) -> None:
@@ -407,8 +407,8 @@ class Intake:
         self.columns = {column.name: column for column in spec.columns}
 
     async def ready(self, sent: SentBatch) -> SentBatch:
-        """Prepare a batch, so that `block` takes it without keeping others waiting. Raises `StoreError`; then nothing
-        of it is kept."""
+        """Prepare a batch, so that `block` takes it without keeping other clients waiting. Raises `StoreError`; then
+        nothing of it is kept."""
         if self._segments is None:
             return sent
         if isinstance(sent, SegmentRef):

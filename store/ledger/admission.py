@@ -9,7 +9,7 @@ fewer than `(S + 1) P` active ones before it, so the step that makes version `v 
 its tokens are of version v or newer: staleness at most S. A window w lets at most w - 1 later groups overtake it, which
 adds at most `ceil((w - 1) / P)`.
 
-This needs the store to be told of a version no sooner than every engine samples under it.
+This requires that a version is reported as served only once every engine samples under it.
 """
 
 from collections.abc import Iterable

@@ -132,7 +132,7 @@ def spans_of(rows: Sequence[int], size: int) -> list[Span]:
     """Split rows into spans `(group_id, position, indices)` that lie side by side: `rows[position + k]` is sample
     `indices[k]`.
 
-    Whole groups, which is what is mostly written and leased, are one span each and found without a look at every row;
+    Whole groups, which is what is mostly written and leased, are one span each and found without a loop over the rows;
     so are all of them at once, where one follows the other.
 
     >>> spans_of([8, 9, 10, 11, 2, 3], 4)

@@ -12,17 +12,17 @@ Guarantees:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
 - no token of a trained row is more than `max_staleness` versions old (see `admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
-- results of a row enter once, from whichever worker; a writer whose lease is over is told unless they are there;
+- results of a row enter once, from any worker; a writer whose lease is over gets an error unless the row has them;
 - values that are lost are made again, with everything that was computed from them (see `lost_values.py`).
 
 A store that continues from a snapshot in another one's place catches up with what was trained since:
 
     snapshot ── steps s + 1 … n were trained ──▶ the store dies        restore(snapshot) ─▶ catch_up(steps s + 1 … n)
 
-A row that was trained ends, as if it had been trained here. Any other comes again: it is as it was when the snapshot
-was taken, or is admitted again under its number, and sampled with its seed. Groups are trained in order, so one that
-was passed by more than the window allows had been dropped: it ends as `dropped/store_lost`, since its reason is lost
-too. With a window of more than one group, such a group near the end may be made again.
+A row that was trained ends, as if it had been trained here. Any other is processed again: it is as it was when the
+snapshot was taken, or is admitted again under its number, and sampled with its seed. Groups are trained in order, so
+one that was passed by more than the window allows had been dropped: it ends as `dropped/store_lost`, since its reason
+is lost too. With a window of more than one group, such a group near the end may be made again.
 """
 
 from collections.abc import Sequence
@@ -136,9 +136,9 @@ class Ledger:
     def write(
         self, lease_id: int, stage: str, rows: Sequence[int], columns: Sequence[str], facts: Facts, now: float
     ) -> tuple[list[int], Effects]:
-        """Note that `columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
+        """Note that `columns` of `rows` are written. A row completes the stage once it has all of the stage's columns.
 
-        Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended.
+        Returns the positions in `rows` whose values are to be kept; other rows had theirs before, or have ended.
         Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `LeaseSuperseded`,
         `RowNotLeased`, `UnknownRow`, `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """

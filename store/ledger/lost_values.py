@@ -3,9 +3,9 @@
     cells that are gone ─ group_loss ─▶ columns that go with them, rows that stages compute again ─▶ leased again
 
 A value is never joined with one that was computed from another value: with a column go all columns that were computed
-from it, the others that its stage wrote for the row, and the work of every client that holds a lease on the row and has
-read them. Groups keep their number, so their place in the order and the bound of their staleness stay; a row that is
-sampled again is so under the version that is served then, which is no older.
+from it, the other columns that its stage wrote for the row, and the work of every client that holds a lease on the row
+and has read them. Groups keep their number, so their place in the order and the bound of their staleness stay; a row
+that is sampled again is so under the version that is served then, which is no older.
 
 - *Rows of no batch* are free again for the earliest stage that has lost something.
 - *Rows of a batch under way* may all be with the ranks already, which then train them: nothing starts on them, and they

@@ -15,7 +15,7 @@ from penstock.store.ledger.group import Group, bits
 Outcome = tuple[float, float]
 """Mean and standard deviation (that of the population) of a group's rewards."""
 MOST_KNOWN = 65_536
-"""Groups whose outcomes are remembered. A source that starts anew further back goes on without those before."""
+"""The most groups whose outcomes are kept. A source that restarts further back does without the older ones."""
 
 
 class Outcomes:
@@ -53,7 +53,7 @@ class Outcomes:
         return outcome_of(rewards)
 
     def as_values(self, first: int) -> dict[str, Any]:
-        """Plain data for a snapshot. `first`: the oldest group that a source that goes on from there asks for."""
+        """Plain data for a snapshot. `first`: the oldest group that a resumed source asks for."""
         return {
             "rewards": {str(group): rewards[:] for group, rewards in self._rewards.items()},
             "known": {str(group): list(outcome) for group, outcome in self._known.items() if group >= first},
@@ -65,7 +65,7 @@ class Outcomes:
 
 
 def outcome_of(rewards: "list[float | None] | tuple[()]") -> Outcome | None:
-    """Mean and standard deviation of the rewards that are there; None where none is. The same bits on any machine."""
+    """Mean and standard deviation of the rewards that are not None; None without any. The same bits on any machine."""
     known = [reward for reward in rewards if reward is not None]
     if not known:
         return None

@@ -87,9 +87,9 @@ class Residents:
         self.outcomes = Outcomes(spec.group_size) if spec.keeps_outcomes else None
         index = self.readiness.column_index
         self.source = [index[name] for name in spec.source_columns]
-        """Columns that are there from the admission on."""
+        """Columns that every row has from its admission on."""
         self.watchers: list[Callable[[Group], None]] = []
-        """Functions that are told of a group before anything changes in it that a snapshot has."""
+        """Functions that are called with a group before anything changes in it that a snapshot has."""
 
     def stage(self, name: str) -> StageQueue:
         """Find a stage. Raises `UnknownStage` with the nearest name."""

@@ -59,7 +59,7 @@ class Rounds:
         """Largest staleness of any row ever put into a batch, in versions."""
 
     def may_form(self, stage: StageQueue) -> bool:
-        """Return whether the next round of a stage is there to be formed."""
+        """Return whether the next round of a stage can be formed."""
         return stage.num_free > 0 if stage.unit != "batch" else self._next_groups(stage) is not None
 
     def under_way(self, stage: StageQueue) -> list[Round]:
@@ -112,7 +112,7 @@ class Rounds:
         effects: Effects,
     ) -> Round | None:
         """Form a new round if its units are ready. The train stage's has no deadline, and none is formed before the
-        batch of the step before is known: a store that has come back may be told of that step later. Raises
+        batch of the step before is known: a restored store may learn of that step later. Raises
         `StalenessViolation`."""
         residents = self._residents
         if stage.unit == "batch":
@@ -225,8 +225,8 @@ class Rounds:
     def _next_groups(self, stage: StageQueue) -> list[int] | None:
         """Find the groups of the next batch, in order, whatever their age; None if they are not complete.
 
-        The ones of a batch that was taken back are the next, though others may have become complete, which precede some
-        of them: they overtake no group that they had not overtaken then. If they cannot all be trained, order decides.
+        Groups of a batch that was taken back are next, even if groups that precede some of them have become complete:
+        they overtake no group that they had not overtaken then. If they cannot all be trained, order decides.
         """
         residents, spec = self._residents, self._residents.spec
         if stage.num_free < spec.groups_per_step:
@@ -287,10 +287,11 @@ class Rounds:
         for group_id, mask in sorted(granted.items()):
             group, rows = residents.groups[group_id], row_ids(group_id, mask, residents.size)
             indices = [row - group_id * residents.size for row in rows]
-            read = [group.prompt_tokens + group.context_tokens[index] for index in indices]
-            said = [group.response_tokens[index] for index in indices]
+            tokens = [
+                group.prompt_tokens + group.context_tokens[index] + group.response_tokens[index] for index in indices
+            ]
             ids.extend(rows)
-            loads.append(GroupLoad(group.prompt_tokens, [sum(pair) for pair in zip(read, said, strict=True)]))
+            loads.append(GroupLoad(group.prompt_tokens, tokens))
         is_whole = stage.unit == "group" or stage.spec.whole_groups
         parts = spread(loads, num_ranks, whole_groups=is_whole, shares=residents.spec.shares_prefixes)
         return [[ids[position] for position in part] for part in parts]

@@ -24,7 +24,7 @@ from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.wire import LeaseRequest
 
 PATIENCE_S = 5.0
-"""Seconds for which units are kept for a consumer that should be there and is not: others work on their own share
+"""Seconds for which units are kept for an expected consumer that is absent: the rest work on their own shares
 meanwhile."""
 SWEEP_AT = 64
 """Leases of a client after which those that are over are forgotten."""
@@ -100,7 +100,7 @@ class ShareClaim(NamedTuple):
 
 def fair_share(free: int, claim: ShareClaim, others: Sequence[ShareClaim] | Mapping[ShareClaim, int]) -> int:
     """Number of `free` units that are for `claim`, if each goes to the one that holds the fewest, by water-filling.
-    Ties are for `claim`. `others`: of a thousand most are alike, so they may come counted.
+    Ties are for `claim`. `others`: may be counted, since most of a thousand are alike.
 
     >>> fair_share(32, ShareClaim(0, 64), [ShareClaim(0, 64)])
     16
@@ -134,7 +134,7 @@ class Sharing:
     """The consumers of one stage, and which of them are expected to ask again."""
 
     def __init__(self, holdings: Holdings) -> None:
-        """`holdings`: of the stage; it is told here whom to expect."""
+        """`holdings`: of the stage; it learns here which clients to expect."""
         self._holdings = holdings
         self.held, self._most = holdings.units, holdings.expected
         """Units that each client works on, and the most that each expected one does. They change."""
@@ -151,7 +151,7 @@ class Sharing:
 
     def left(self, client: str) -> None:
         if self._holdings.forget(client) and self._num_peers > 0:
-            self._num_peers -= 1  # it has come, and need not be waited for
+            self._num_peers -= 1  # it had come, so it is not one of the missing
         self._num_taken.pop(client, None)
 
     def priority(self, request: LeaseRequest, is_remote: bool = False) -> tuple[float, bool, int]:
@@ -176,7 +176,7 @@ class Sharing:
         return best
 
     def expect_only(self, present: Iterable[str]) -> None:
-        """Expect only the clients that are there: patience with the others is over."""
+        """Expect only these clients from now on: the wait for absent ones is over."""
         for client in self._most.keys() - set(present):
             self._holdings.forget(client)
         self._num_peers = -1
@@ -232,7 +232,7 @@ class Allotment(Sharing):
 
     def take(self, request: LeaseRequest, requests: Sequence[LeaseRequest], now: float) -> list[HeldLease]:
         """Lease what a request gets now: its share of what is free, or else a group that another has had for too long.
-        None with units free: these are kept for others, that wait (`requests`) or are expected."""
+        None with units free: these are kept for other consumers, which wait (`requests`) or are expected."""
         leases: list[HeldLease] = []
         free = self.stage.num_free
         share = self.share(free, request, requests) if free else 0

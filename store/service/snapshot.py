@@ -170,7 +170,7 @@ class SnapshotWriter:
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._under_way.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever still waits for it hears of it
+            task.exception()  # a caller that still waits gets it
 
 
 class _Deadline:
@@ -292,7 +292,7 @@ def values_of(group: Group, size: int) -> dict[str, Any]:
 
 
 def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, Any]]) -> None:
-    """Let an empty ledger go on from a state, all of its rows free or done. Its own bounds hold, and may differ."""
+    """Put a state into an empty ledger, all of its rows free or done. The ledger's own bounds hold, and may differ."""
     spec, residents = ledger.spec, ledger.residents
     residents.next_group, residents.leases.next_id = values["next_group"], values["next_lease"]
     residents.counters = ledger.counters = Counter(values["counters"])
@@ -314,7 +314,7 @@ def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, A
         group.oldest, group.response_tokens = row["oldest"], row["response_tokens"]
         group.context_tokens = row.get("context_tokens") or group.context_tokens  # older snapshots have none
         group.row_bytes[: len(row["row_bytes"])] = row["row_bytes"]  # older snapshots have one number a sample
-        residents.resume(group, Effects())  # nobody waits yet
+        residents.resume(group, Effects())  # no caller waits yet
         if lacks_source(residents, group):
             residents.drop(group, group.live, NODE_LOST, Effects())
     residents.head = min(residents.waiting, default=residents.next_group)
@@ -379,7 +379,7 @@ def _batches(
 def _batches_in_limits(
     cut: StoreCut, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
-    """A batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
+    """A batch, or several where that would be too large for Arrow; each single row fits, since it came in a batch."""
     try:
         payload = gather(cut.blocks, rows, names)
         if resolve is not None:
@@ -533,7 +533,7 @@ def _snapshot_at(path: str | Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
     if not (found := snapshots(path)):
-        raise StoreError(f"{path}: no snapshot is there. A snapshot is a directory {PREFIX}N with a manifest.json.")
+        raise StoreError(f"{path}: there is no snapshot. A snapshot is a directory {PREFIX}N with a manifest.json.")
     return found[0]
 
 

@@ -41,7 +41,7 @@ LAST_DROPS = 20
 
 
 class Store:
-    """A store: groups come in, are leased, written and trained, and go.
+    """A store: groups are put, leased, written, trained and freed.
 
     Lifecycle: made with its spec, used until `close`, after which waiting calls return None or raise `StoreClosed`.
 
@@ -64,9 +64,9 @@ class Store:
         meters: Meters | None = None,
     ) -> None:
         """Set the store up. `clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None:
-        here, with all others. `node`, `port`: the machine, and where others reach it, for `endpoint`. `restore`: a
-        snapshot, or a directory of them, to go on from; raises `CorruptSnapshot`, `StoreError`. `meters`: for what it
-        measures, once it is served.
+        here, with all other batches. `node`, `port`: the machine, and its port for other machines, for `endpoint`.
+        `restore`: a snapshot, or a directory of them, to resume from; raises `CorruptSnapshot`, `StoreError`. `meters`:
+        for what it measures, once it is served.
         """
         self._spec = spec
         self._clock = clock
@@ -129,7 +129,7 @@ class Store:
                 results.append((await getattr(self, method)(*arguments), None))
             except StoreError as error:
                 results.append((None, error))
-            except Exception as error:  # noqa: BLE001 - a fault of this call; the others were or will be carried out
+            except Exception as error:  # noqa: BLE001 - a fault of this call; all other calls are carried out
                 results.append((None, StoreError(f"{type(error).__name__}: {error}")))
         return results
 
@@ -149,8 +149,8 @@ class Store:
         self.puts.withdraw_groups(client, ticket)
 
     async def become_source(self, client: str) -> int:
-        """Make this client the only source of groups: what others have put and is not admitted yet never will be.
-        Returns how many groups were put so far, which is final."""
+        """Make this client the only source of groups: what other clients have put and is not admitted yet never will
+        be. Returns how many groups were put so far, which is final."""
         self.puts.become_source(client)
         return self.ledger.residents.next_group
 
@@ -182,7 +182,8 @@ class Store:
         return granted
 
     async def superseded(self, client: str) -> list[tuple[int, int]] | None:
-        """Wait until others have written groups that this client holds. Returns leases and groups; None once closed."""
+        """Wait until other clients have written groups that this client holds. Returns leases and groups; None once
+        closed."""
         return await self._waiters.superseded.next_of(client)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
@@ -192,7 +193,7 @@ class Store:
         self._release_all(self._clients.leases_for(client, (ticket,)))
 
     async def retire(self, client: str) -> None:
-        """Retire a client, which asks for no more leases: its requests return None, and others share without it. What
+        """Retire a client, which asks for no more leases: its requests return None, and the rest share without it. What
         it holds stays."""
         self._waiters.retire(client)
 
@@ -293,7 +294,7 @@ class Store:
             self.blocks.mark_gone(lambda placed: placed.node == lost)
             self._losing = asyncio.get_running_loop().create_task(self._lose(self._losing))
         if self._losing is not None:
-            await asyncio.shield(self._losing)  # it goes on if who has told of it is gone
+            await asyncio.shield(self._losing)  # it continues if the caller is cancelled
 
     async def _lose(self, before: "asyncio.Task[None] | None") -> None:
         if before is not None:
@@ -334,9 +335,9 @@ class Store:
     async def snapshot(
         self, root: str, number: int, keep: int = 2, is_apart: bool = False, timeout_s: float = 3600.0
     ) -> str:
-        """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile.
-        Returns its path. `keep`: so many of the newest stay. `is_apart`: of this moment, whatever was cut. `timeout_s`:
-        the writing ends then, and nothing of it stays. See `snapshot.py`.
+        """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, while calls are
+        served. Returns its path. `keep`: so many of the newest stay. `is_apart`: of this moment, whatever was cut.
+        `timeout_s`: the writing ends then, and nothing of it stays. See `snapshot.py`.
         """
         return await self._saving.write(root, number, keep, is_apart, timeout_s)
 

@@ -22,8 +22,8 @@ STORE = "Store"
 """The actor's name, as in the dashboard."""
 GC_THRESHOLD = (10_000, 2, 10**9)
 """Thresholds of Python's collector. It looks for cycles, of which the store makes few, and stops all calls meanwhile:
-10,000 objects take some 5 ms, the state of 10^6 rows would take 300. So it looks at young objects, some at a time, and
-never at those that it has looked at twice: few of them are in cycles, such as a connection that has ended.
+10,000 objects take some 5 ms, the state of 10^6 rows would take 300. So it examines young objects, some at a time, and
+never those that it has examined twice: few of them are in cycles, such as a connection that has ended.
 """
 
 
@@ -90,7 +90,7 @@ def create_store_actor(
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
     until `end_store_actor`.
 
-    `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and segments;
+    `restore`: a snapshot to resume from, see `snapshot.py`. `directory`: which it makes for its socket and segments;
     None: one in shared memory. `ports`: first and last that it may listen on for other machines; None: any. `nodes`: of
     a run on several, with the token that all of them ask for, the store too. `options`: more for Ray, such as its node.
     `make`: makes the actor of its class, options and arguments; None: this process does. `origin`: of what it measures;

@@ -1,6 +1,6 @@
-"""The server of a store: clients call it by a Unix socket from its own machine, over TCP from others.
+"""The server of a store: clients call it by a Unix socket on its machine, over TCP from others.
 
-A connection is a client. When it ends, its process has ended, or cannot be reached, however that came: what it waited
+A connection is a client. When it ends, its process has ended, or cannot be reached, for whatever reason: what it waited
 for is withdrawn and what it held goes back, at once and without a deadline. The other end is `client/links.py`.
 
 The socket lies in a directory that only its user may enter, and a peer whose user the kernel does not name as this one
@@ -154,7 +154,7 @@ class PeerCheck(asyncio.BaseProtocol):
 
 
 class ClientConnection:
-    """A client's connection. Its first message is its name, the others are calls."""
+    """A client's connection. Its first message is its name, all later ones are calls."""
 
     def __init__(self, server: StoreServer, store: ServedStore, calls: CallTypes, segments: Segments) -> None:
         self.wire = Wire(self._on_message, self._on_lost)
@@ -205,7 +205,7 @@ class ClientConnection:
             value = await getattr(self._store, method)(*arguments)
         except StoreError as failure:
             error = failure
-        except Exception as failure:  # noqa: BLE001 - whatever it is, the caller hears it
+        except Exception as failure:  # noqa: BLE001 - any error is sent to the caller
             error = StoreError(f"{type(failure).__name__}: {failure}")
         if not self.wire.is_open:
             return
@@ -216,7 +216,7 @@ class ClientConnection:
             unsent = StoreError(f"the answer of {method!r} cannot be sent: {failure}")
             self.wire.send(ANSWER, StoreAnswer(number, None, unsent, notice))
             return
-        for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
+        for placed in refs_of(value):  # in use until the client reports the end of its reading
             self._segments.book.begin_reading(client, placed.segment)
 
     def _send_notice(self) -> None:

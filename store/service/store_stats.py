@@ -41,7 +41,7 @@ def stats(ledger: Ledger) -> dict[str, float]:
         numbers[f"store/ready/{stage.name}"] = stage.num_free
         numbers[f"store/wait_s/{stage.name}"] = stage.mean_wait_s
     numbers.update({name if "/" in name else f"store/{name}": count for name, count in counters.items()})
-    if residents.past:  # they come again only to end
+    if residents.past:  # they are admitted again only to end
         trained = sum(mask.bit_count() for mask, _ in residents.past.values())
         lost = len(residents.past) * residents.size - trained
         of_past = {"store/groups_admitted": len(residents.past), "store/rows_trained": trained}
@@ -139,7 +139,7 @@ class StoreMeter:
     def __init__(self, ledger: Ledger, meters: Meters) -> None:
         self._ledger, self._meters = ledger, meters
         self._before = Counter(ledger.counters)
-        """The counts so far. For a store that goes on from a snapshot: what was counted before it."""
+        """The counts so far; of a restored store, those of its snapshot."""
         self._poll_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

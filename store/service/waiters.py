@@ -399,8 +399,8 @@ class ConsumerQueue(WaitQueue):
         return await self.wait(take, request.client, request.ticket, request)
 
     def take(self, request: LeaseRequest, now: float) -> list[HeldLease]:
-        """Lease what a request gets now. Nothing while units are free: they are kept for others, which come or are
-        given up soon."""
+        """Lease what a request gets now. Nothing while units are free: they are kept for other consumers, which come or
+        are given up soon."""
         leases = self._allotment.take(request, self.requests, now)
         if not leases and self._stage.num_free and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._end_patience)
@@ -464,15 +464,15 @@ class RankQueue(WaitQueue):
 
 
 class SupersededQueue(WaitQueue):
-    """Clients that wait to hear which of their leases are superseded: engines that sample a group which another engine
-    has written first are told, and stop. See `Stragglers`. Lifecycle: `next_of` and `tell` in any order, `left` for
+    """Clients that wait to hear which of their leases are superseded: engines stop sampling a group that another engine
+    has written first. See `Stragglers`. Lifecycle: `next_of` and `tell` in any order, `left` for
     each client, `close`."""
 
     def __init__(self, clients: Clients) -> None:
         super().__init__(at_once=True)
         self._clients = clients
         self._due: dict[str, list[Superseded]] = {}
-        """Superseded leases that a client has not been told of yet, by client."""
+        """Superseded leases that are not reported yet, by client."""
 
     def tell(self, superseded: list[Superseded]) -> None:
         for lease_id, group in superseded:
@@ -529,8 +529,8 @@ class Expiry:
         """The time before which nothing expires, by the clock."""
 
     def arm(self) -> None:
-        """Set the timer. One that is too early stays: most leases end long before, and it costs a look at the next
-        deadline."""
+        """Set the timer. One that is too early stays: most leases end long before, and it costs one check of the
+        next deadline."""
         deadline = self._leases.next_deadline()
         if deadline is None:
             self.cancel()
@@ -619,7 +619,7 @@ class Waiters:
             asyncio.get_running_loop().call_soon(self._wake)
 
     def wake_stage(self, index: int) -> None:
-        """Wake a stage for what the ledger does not know: a caller came or left, or is waited for no more."""
+        """Wake a stage for what the ledger does not know: a caller came or left, or is not waited for any more."""
         self._due.stages |= 1 << index
         self.schedule()
 
@@ -628,7 +628,7 @@ class Waiters:
         self.schedule()
 
     def left(self, client: str) -> None:
-        """Remove a client that has left: it waits for nothing, and the others share without it."""
+        """Remove a client that has left: it waits for nothing, and the rest share without it."""
         self.puts.left(client)
         self.superseded.left(client)
         self.retire(client)

@@ -57,7 +57,7 @@ as they come."""
 _ALIGN = 64
 _LOG = logging.getLogger("penstock")
 OnMessage = Callable[[int, memoryview, pa.Buffer], None]
-"""A function that takes kind, body, area, as `Codec.decode` wants them. The body is there during the call only."""
+"""A function that takes kind, body, area, as `Codec.decode` wants them. The body is valid during the call only."""
 
 
 class WriteRequest(Struct, frozen=True, array_like=True):
@@ -315,7 +315,7 @@ class _LargeMessage:
         return self._view[self._filled :]
 
     def advance(self, nbytes: int) -> bool:
-        """Note bytes that came. Returns whether the message is all there."""
+        """Note received bytes. Returns whether the message is complete."""
         self._filled += nbytes
         return not len(self.unfilled)
 

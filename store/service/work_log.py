@@ -19,8 +19,8 @@ AT_ONCE = 4_000
 
 
 class WorkLog:
-    """The entries of the log. Lifecycle: told of events, `take` now and then. Times are seconds since the epoch on the
-    store's machine."""
+    """The entries of the log. Lifecycle: a call for each event, `take` now and then. Times are seconds since the epoch
+    on the store's machine."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -59,7 +59,7 @@ class WorkLog:
     def take(self, held: Collection[int]) -> dict[str, Any]:
         """Take what has been done since the last time: `leases` of [stage, owner, group, start, end, rows], `admitted`
         of [group, time], how many entries were `missed`, whether there is `more` to be taken at once, and the store's
-        `now`. `held`: leases that go on."""
+        `now`. `held`: leases that are not over."""
         done, admitted = (_first(entries, AT_ONCE) for entries in (self._done, self._admitted))
         missed, self.num_missed = self.num_missed, 0
         self._begun = {lease: begun for lease, begun in self._begun.items() if lease in held}

@@ -261,7 +261,7 @@ def test_a_manifest_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_a_place_without_snapshots_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no snapshot is there"):
+    with pytest.raises(StoreError, match="there is no snapshot"):
         Store(SPEC, restore=tmp_path)
 
 
