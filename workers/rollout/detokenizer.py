@@ -30,7 +30,7 @@ class Detokenizer:
         return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
     def cut(self, token_ids: Sequence[int], text: str) -> str:
-        """The text of a response that a stop string has cut. `text`: what the engine has decoded up to there, without
+        """The text of a response that ends at a stop string. `text`: what the engine has decoded up to there, without
         any special token."""
         if self._kept.isdisjoint(token_ids):
             return text

@@ -151,7 +151,7 @@ class PicturePrompt:
         return cls({name: value.to(lm.device) for name, value in inputs.items()}, int(position_ids.max()) + 1)
 
     def later(self, num_before: int, num_rows: int) -> dict[str, torch.Tensor]:
-        """Arguments of the forward pass of the token that `num_before` sampled ones lie before."""
+        """Arguments of the forward pass of the sampled token number `num_before`, counted from 0."""
         first = self.inputs["position_ids"]
         shape = (*first.shape[:-2], num_rows, 1)
         return {"position_ids": torch.full(shape, self.position + num_before, device=first.device)}
@@ -221,8 +221,8 @@ class MergedAdapters:
         return list(self._states)
 
     def add(self, name: str, state: AdapterState) -> None:
-        """Keep an adapter; nothing for a name that is there. Raises `DataError` for layers that the model does not
-        have, and for a rank beyond the limits."""
+        """Keep an adapter, unless its name is known. Raises `DataError` for layers that the model does not have, and
+        for a rank beyond the limits."""
         if name not in self._states:
             if state.spec.is_whole:
                 check_whole(name, state, {key: tuple(one.shape) for key, one in self._lm.named_parameters()})
@@ -231,7 +231,7 @@ class MergedAdapters:
             self._states[name] = state.for_sampling()
 
     def drop(self, name: str) -> None:
-        """Forget an adapter, if it is there. One in use stays so until the next `use`."""
+        """Forget an adapter, if it is known. One in use stays in use until the next `use`."""
         self._states.pop(name, None)
 
     def find(self, name: str | None) -> AdapterState | None:
@@ -260,8 +260,7 @@ class MergedAdapters:
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
-        """Show the model's own weights within the block, which may change them. The room of merged ones is given
-        back."""
+        """Restore the model's own weights within the block, which may change them. Frees the merged ones."""
         used = self._used
         self.use(None)
         self._merged.clear()
@@ -274,7 +273,7 @@ class MergedAdapters:
         self._substitute(base, [name], base.float() + delta.to(base.device))
 
     def _replace(self, state: AdapterState) -> None:
-        """Let a whole model's weights stand in the place of the model's own; a tied one in each of its places."""
+        """Put a whole model's weights in the place of the model's own; a tied one in each of its places."""
         places: dict[int, list[str]] = {}
         for name, weight in self._lm.named_parameters(remove_duplicate=False):
             places.setdefault(id(weight), []).append(name)
@@ -283,7 +282,7 @@ class MergedAdapters:
             self._substitute(weights[name], places[id(weights[name])], torch.from_numpy(values))
 
     def _substitute(self, base: torch.nn.Parameter, names: list[str], values: torch.Tensor) -> None:
-        """Put values in the place of a weight, under all of these names of it."""
+        """Put values in the place of a weight, under each of its names."""
         if names[0] not in self._merged:
             self._merged[names[0]] = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
         self._merged[names[0]].copy_(values)
@@ -531,7 +530,7 @@ class HfEngine:
     def _extend(
         self, responses: list[ResponseRow], chosen_B: torch.Tensor, logprobs_BV: torch.Tensor, request: GroupRequest
     ) -> None:
-        """Add a token to each response that is not done, and note which of them end with it."""
+        """Add a token to each unfinished response, and note which of them end with it."""
         sampling = request.sampling
         chosen_logprobs_B = logprobs_BV.gather(-1, chosen_B[:, None])[:, 0]
         self._num_tokens += len(responses)
@@ -610,14 +609,14 @@ class HfEngine:
         self._version = version
 
     def _tied(self) -> set[str]:
-        """Names in publications of tensors that are another one's, and need not be there."""
+        """Names in publications of tied tensors, which a publication need not contain."""
         names = getattr(self.model, "all_tied_weights_keys", None) or ()
         shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         return {part.name for name in names for part in self._form.parts(name, shapes[name])}
 
     def _replaceable_tensors(self) -> dict[str, torch.Tensor]:
-        """What a publication may replace, by its names there: views of the model's tensors, or where adapters come
-        those themselves."""
+        """The tensors that a publication may replace, by its names: views of the model's tensors, or these themselves
+        where adapters are published."""
         state = self.model.state_dict()
         if self._adapter is not None:
             return state
@@ -628,7 +627,7 @@ class HfEngine:
         }
 
     def _merged(self, mapped: MappedWeights, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The changed weights, float32: the starting ones, which are kept for it, plus the adapter's share."""
+        """The changed weights, float32: the first weights, of which it keeps copies, plus the adapter's change."""
         assert self._adapter is not None
         for layer, delta in deltas(mapped, self._adapter):
             name = f"{layer}.weight"

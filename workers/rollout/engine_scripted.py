@@ -67,7 +67,7 @@ class ScriptedEngine:
     async def generate(
         self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
     ) -> list[Completion]:
-        """Sample the responses to a prompt, without a look at its pictures. Raises `WorkerDied` once closed."""
+        """Sample the responses to a prompt; its pictures are ignored. Raises `WorkerDied` once closed."""
         self._check_open()
         await self._awake.wait()
         started = asyncio.get_running_loop().time() + self._time.latency_s

@@ -223,7 +223,7 @@ class VllmEngine:
         await self._call("connecting to the trainer", self._announce(init_info))
 
     async def deliver(self, part: StreamPart) -> None:
-        """Take a part of a streamed version; returns when it is loaded, or raises why not."""
+        """Take a part of a streamed version; returns when it is loaded, or raises the error of the load."""
         self.check_alive()
         await self._inbox.put(part)
 
@@ -661,7 +661,7 @@ def sampling_params(
 
 
 def samples_of_output(output: Any, num_samples: int) -> list[Any]:
-    """The samples of a request. vLLM makes one greedy sample alone: it counts as often as it was asked for."""
+    """The samples of a request. vLLM makes only one greedy sample, which is repeated."""
     return list(output.outputs) * (num_samples // len(output.outputs))
 
 
@@ -722,7 +722,7 @@ def picture_prompt(processor: PictureProcessor, prompt_ids: list[int], pictures:
 
 
 def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`. `family`: of a model that is shown pictures. Imports vLLM. Raises
+    """Keyword arguments of `AsyncEngineArgs`. `family`: of a vision model. Imports vLLM. Raises
     `ConfigError` for an option that vLLM does not know."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
@@ -928,7 +928,7 @@ class EngineOutput:
                 return
 
     def _drain(self) -> bool:
-        """Take what is in the pipe. False at its end: no process is left that could print."""
+        """Read the pipe. False at its end: no process can write into it any more."""
         with self._reading:
             while self._pipe >= 0:
                 try:
@@ -948,8 +948,8 @@ class EngineOutput:
 
 
 def failure_message(reason: str, output: str, ended: str = "") -> str:
-    """The message for an engine that failed with `reason`: the cause in its output, if it has one, and the output's
-    last lines. `ended`: how its processes did."""
+    """The message for an engine that failed with `reason`: the cause in its output, if there is one, and the last lines
+    of the output. `ended`: how its processes ended."""
     lines = [line for line in map(_without_origin, output.splitlines()) if line]
     cause = find_cause(lines)
     if cause is None and not _POINTS_ELSEWHERE.search(reason):
@@ -967,7 +967,7 @@ def find_cause(lines: list[str]) -> str | None:
 
 
 def _without_origin(line: str) -> str:
-    """The line without the process, the logger, and what underlines a traceback."""
+    """The line without process, logger, and the underlining of a traceback."""
     text = _LOG.sub("", _ORIGIN.sub("", line)).rstrip(" ^\r")
     return text if len(text) <= MAX_LINE_CHARS else text[: MAX_LINE_CHARS - 1] + "…"
 

@@ -24,7 +24,7 @@ Shape = tuple[int, int]
 
 def split_factors(state: AdapterState) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """A `[rank, in]` and B `[out, rank]` of each layer, float32. Raises `DataError` where one of the two is missing,
-    and for what is neither."""
+    and for a tensor that is neither."""
     weights = state.weights()
     try:
         layers = dict.fromkeys(layer_of(name) for name in weights)

@@ -30,12 +30,12 @@ def response_room(prompt_ids: Sequence[int], max_model_len: int) -> int:
 
 
 def needs_prompt_scores(call: SampleCall) -> bool:
-    """Return whether the prompt's own log-probabilities are asked for."""
+    """Return whether a call asks for log-probabilities of the prompt's own tokens."""
     return call.prompt_logprobs or call.topk_prompt_logprobs > 0 or call.target_prompt_ids is not None
 
 
 def check_call(call: SampleCall, vocabulary: int) -> None:
-    """Check what an engine would fail at. Raises `DataError`."""
+    """Raise `DataError` for a call that an engine would fail at."""
     if call.num_samples < 1 or call.sampling.seed is None:
         raise DataError(f"num_samples={call.num_samples}, seed={call.sampling.seed}: needs a sample and a seed.")
     if min(call.topk_prompt_logprobs, call.topk_logprobs) < 0:

@@ -59,8 +59,8 @@ class RolloutSpec:
 
 
 class FullEngine(RolloutEngine, AdapterEngine, ReceivingEngine, ThreadedEngine, Protocol):
-    """An engine with everything that engines may have. Its capabilities say what of it there is; `choose_transport` and
-    `placement/threads.py` ask for nothing else."""
+    """An engine with all methods that engines may have. Its capabilities say which it has; `choose_transport` and
+    `placement/threads.py` use no other."""
 
 
 class Rollout(ServingActor):
@@ -94,8 +94,7 @@ class Rollout(ServingActor):
         )
 
     async def start(self, gpus: Sequence[str] = ()) -> None:
-        """Start the engine. `gpus`: those to use, where Ray has given them to the ranks that the engine shares them
-        with."""
+        """Start the engine. `gpus`: the GPUs to use, where Ray has assigned them to the ranks that share them."""
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         await self._engine.start()
@@ -122,8 +121,8 @@ class Rollout(ServingActor):
             dying.cancel()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more groups, and finish those that are here and the calls of `generate`; what is not done after
-        `timeout_s` goes back. Then `run` has returned."""
+        """Lease no more groups, and finish the leased ones and the calls of `generate`. What is unfinished after
+        `timeout_s` goes back to the store. Then `run` has returned."""
         give_up = time.monotonic() + timeout_s
         await super().drain(timeout_s)
         while self._engine.sampled().num_in_flight and time.monotonic() < give_up:
@@ -136,8 +135,8 @@ class Rollout(ServingActor):
         samplings: Sequence[Sampling],
         pictures: Sequence[PromptPictures | None] = (),
     ) -> list[list[Completion]]:
-        """Sample `num_samples` responses to each prompt, at the weights that the engine has now. `pictures`: of each
-        prompt; none for a run of text."""
+        """Sample `num_samples` responses to each prompt with the present weights. `pictures`: of each prompt; none in a
+        run of text."""
         requests = zip(prompts, samplings, pictures or [None] * len(prompts), strict=True)
         with self._recording_death():
             return list(await asyncio.gather(*(self._generate(*request, num_samples) for request in requests)))
@@ -159,7 +158,7 @@ class Rollout(ServingActor):
             await self._adapter_engine.add_adapter(name, state)
 
     async def drop_adapter(self, name: str) -> None:
-        """Forget an adapter, if it is there; calls of it that are under way end with it."""
+        """Forget an adapter, if it is known; its calls under way still end with it."""
         with self._recording_death():
             await self._adapter_engine.drop_adapter(name)
 
@@ -186,7 +185,7 @@ class Rollout(ServingActor):
 
     @contextmanager
     def _recording_death(self) -> Iterator[None]:
-        """Tell `run` of the engine's death, if the block meets it."""
+        """Let `run` raise the engine's death, if the block meets it."""
         try:
             yield
         except WorkerDied as death:
@@ -231,7 +230,7 @@ class Rollout(ServingActor):
         self._phases.enter(SERVING)
 
     async def try_threads(self, counts: Sequence[int], num_groups: int) -> dict[int, float]:
-        """Measure how many seconds a token takes, by threads, where so many groups are decoded together."""
+        """Measure seconds per token for each number of threads, with so many groups decoded together."""
         seed = 0 if self._spec.engine.config.sampling.seeded else None
         return await seconds_per_token(self._engine, counts, num_groups, self._spec.group_size, seed)
 

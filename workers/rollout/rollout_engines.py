@@ -27,12 +27,11 @@ from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
 from penstock.workers.runtime.processes import prepare_for_torch
 
 POLL_S = 1.0
-"""Seconds between two looks at what the engine has sampled: as often as numbers are exported."""
+"""Seconds between two polls of the engine's progress: the interval in which metrics are exported."""
 NUM_TOKENS = 16
-"""Decode steps of a try."""
+"""Decode steps of a trial."""
 NUM_TRIES = 3
-"""Number of tries, of which the shortest counts: first ones are slower, and so is one that something else has
-disturbed."""
+"""Number of trials, of which the fastest counts: the first and disturbed ones are slower."""
 MOST_SAMPLES = 256
 """Most samples that are decoded together."""
 
@@ -74,20 +73,20 @@ class EngineMeter:
 
     @contextmanager
     def sampling(self, num_samples: int) -> Iterator[None]:
-        """Note the samples of a call, once the block has ended well, and that the engine is busy within it."""
+        """Note that the engine is busy within the block, and the samples of the call if the block succeeds."""
         with self._clock.interval():
             yield
         self._meters.add(table.ROLLOUT_SAMPLES, num_samples)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Note how long a load took, once the block has ended well."""
+        """Note how long a load took, if the block succeeds."""
         started = time.perf_counter()
         yield
         self._meters.observe(table.ROLLOUT_LOAD, time.perf_counter() - started)
 
     def note(self) -> None:
-        """Note what was sampled since the last time. Aborted work counts as far as it had come."""
+        """Note what was sampled since the last poll. Aborted work counts up to its end."""
         sampled, busy_s = self._engine.sampled(), self._clock.seconds()
         self._meters.add(table.ROLLOUT_TOKENS, max(0, sampled.num_tokens - self._num_tokens))
         self._meters.add(table.ROLLOUT_BUSY, busy_s - self._busy_s)
@@ -113,8 +112,8 @@ class ThreadedEngine(Protocol):
 async def seconds_per_token(
     engine: ThreadedEngine, counts: Sequence[int], num_groups: int, group_size: int, seed: int | None
 ) -> dict[int, float]:
-    """Seconds for a token, by threads, where so many groups of samples are decoded together. `seed`: None where samples
-    have none."""
+    """Seconds per token for each number of threads, with so many groups decoded together. `seed`: None for unseeded
+    samples."""
     num_groups = max(1, min(num_groups, MOST_SAMPLES // group_size))
     sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed)
     found = {}
@@ -125,7 +124,7 @@ async def seconds_per_token(
 
 
 async def _per_token(engine: ThreadedEngine, num_groups: int, group_size: int, sampling: Sampling) -> float:
-    """Seconds for a token in one try. The prompts are token 0, which every model has."""
+    """Seconds per token in one trial. The prompts are token 0, which every model has."""
     clock = asyncio.get_running_loop().time
     started = clock()
     groups = await asyncio.gather(*(engine.generate([0], group_size, sampling) for _ in range(num_groups)))

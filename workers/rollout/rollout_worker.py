@@ -55,7 +55,7 @@ AnswerGroup = Callable[[StoreClient, Lease, int, Rows], Awaitable[Written | None
 
 
 def sample_seed(run_seed: int, group_id: int) -> int:
-    """Seed of a group's first sample (sample i uses seed + i): a pure function, so a group re-rolled elsewhere is the
+    """Seed of a group's first sample (sample i uses seed + i): a pure function, so that a group sampled again is the
     same."""
     digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little")
@@ -63,7 +63,7 @@ def sample_seed(run_seed: int, group_id: int) -> int:
 
 @dataclass(frozen=True)
 class GroupIntake:
-    """The groups that one worker takes out of the store, and how they are sampled."""
+    """How one worker takes groups out of the store, and samples them."""
 
     name: str
     """Name of the worker."""
@@ -151,7 +151,7 @@ class RolloutWorker:
         return len(kept), sum(len(completion.token_ids) for completion in completions)
 
     def _drop_reason(self, completion: Completion) -> str:
-        """The reason to drop a response; empty for one that counts."""
+        """The reason to drop a response; empty: it is kept."""
         if not completion.token_ids:
             return "empty_response"
         if not completion.is_finite:
@@ -267,7 +267,7 @@ class GroupLoop:
             await cancel_all({*groups, *(task for task in (asking, others) if task is not None)})
 
     async def _ask(self, store: StoreClient) -> Lease | None:
-        """Lease as many groups as there is room for when they come, and no more than the share of one worker."""
+        """Lease groups up to the worker's limit and its share."""
         name, most = self._intake.name, self._intake.max_groups
         return await store.lease(self._stage, most, name, max_held=most, num_peers=self._intake.num_workers)
 
@@ -278,7 +278,7 @@ class GroupLoop:
         return asyncio.create_task(store.superseded())
 
     def _settle(self, task: "asyncio.Task[None]", place: LeasedGroup) -> None:
-        """Raise what a group failed with. A cancellation from elsewhere would lose the group silently."""
+        """Raise the error of a group. A cancellation from outside would lose the group silently."""
         is_ours = task in self._aborted
         self._aborted.discard(task)
         if not task.cancelled():

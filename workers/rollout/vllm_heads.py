@@ -93,4 +93,4 @@ for _kind in (Qwen2WithHead, Qwen3WithHead, LlamaWithHead, MistralWithHead):
 
 
 class WorkerWithHeads(WorkerCalls):
-    """The extension of vLLM's worker; its module is what is needed."""
+    """The extension of vLLM's worker, whose import registers the models."""

@@ -75,7 +75,7 @@ class CheckpointForm:
 
     def parts(self, name: str, shape: tuple[int, ...]) -> tuple[CheckpointTensor, ...]:
         """The checkpoint's tensors of which transformers makes a tensor of the model, in the order in which they lie in
-        it; one for most. Raises `ModelError` for what is made in a way that is not known here."""
+        it; one for most. Raises `ModelError` for a tensor that is made in an unsupported way."""
         if name not in self._parts:
             self._parts[name] = self._parts_of(name, shape)
         return self._parts[name]
@@ -165,8 +165,8 @@ def stacked_experts(lm: Any) -> dict[str, Any]:
 
 
 def is_expert_stack(converter: Any) -> bool:
-    """Return whether a converter of transformers stacks one tensor an expert, or several that it joins first by their
-    rows: the only ways that are known here."""
+    """Return whether a converter of transformers stacks one tensor an expert, or several that it first joins by their
+    rows. Other ways are not supported."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     if len(converter.target_patterns) != 1 or not all("*" in pattern for pattern in converter.source_patterns):

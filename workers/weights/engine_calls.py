@@ -59,8 +59,8 @@ class StreamPart:
 
 
 class ReceivingEngines(Protocol):
-    """All engines of the run as the sending rank reaches them. Calls go to all of them and return once all have
-    answered; the first failure is raised as that engine's own error."""
+    """All engines of the run, as the sending rank calls them. A call goes to all and returns once all have answered;
+    the first failure is raised as that engine's own error."""
 
     num_engines: int
     workers_per_engine: int
@@ -156,8 +156,7 @@ class Inbox:
         await done
 
     def refuse(self, version: int, error: Exception) -> None:
-        """Answer every part that waits, and those of this version that still come, with the error that ended the
-        load."""
+        """Answer all waiting and later parts of this version with the error that ended the load."""
         self._refused = version, error
         while not self._parts.empty():
             _, done = self._parts.get_nowait()
@@ -194,7 +193,7 @@ class Inbox:
 
     @contextmanager
     def _answering(self, part: StreamPart, done: "asyncio.Future[None]") -> Iterator[StreamPart]:
-        """Answer the sender whatever happens to its part."""
+        """Answer the sender, whether the block succeeds or fails."""
         failure: Exception | None = WeightError(f"weight sync to version {part.version}: the engine gave it up.")
         try:
             yield part

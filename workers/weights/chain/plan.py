@@ -60,7 +60,7 @@ nodes share the trainer's link."""
 
 
 class Lane(NamedTuple):
-    """A share of the chunks of a chain that comes over a connection of its own, in a thread of its own."""
+    """A share of the chunks of a chain, received over its own connection and by its own thread."""
 
     source: str
     """The node where the chain begins."""
@@ -141,8 +141,8 @@ def make_plan(
 def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> int:
     """Choose the size of chunks: as large as allowed, but for long chains of little data.
 
-    `C` chunks over `h` hops take the time of `C + h - 1` chunks (`benchmarks/simulated_chain.py`): `h - 1` is to be
-    little beside `C`.
+    `C` chunks over `h` hops take the time of `C + h - 1` chunks (`benchmarks/simulated_chain.py`): `h - 1`
+    must be small beside `C`.
     """
     filling = max(1, num_receivers - 1) * FILLING
     return min(RANGE_BYTES, max(LEAST_BYTES, num_bytes // num_sources // filling))
@@ -150,7 +150,7 @@ def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> 
 
 def lanes_of(plan: ChunkPlan, source: str, most: int) -> dict[Lane, list[int]]:
     """The chunks of a chain by lane. Large data has as many lanes as are allowed, `most`, and at least one; each gets
-    the next `chunk_bytes` in turn, so that all are at the same place of what ranks write."""
+    the next `chunk_bytes` in turn, so that all lanes progress with the ranks that write."""
     chunks = plan.chunks_of_node(source)
     sizes = [end - start for start, end in (plan.spans[chunk] for chunk in chunks)]
     num_lanes = max(1, min(most, sum(sizes) // LANE_BYTES))
@@ -163,7 +163,7 @@ def lanes_of(plan: ChunkPlan, source: str, most: int) -> dict[Lane, list[int]]:
 
 
 class Broadcast(msgspec.Struct, frozen=True):
-    """The announcement of a version that goes to many nodes; each of them gets it before the ranks write."""
+    """The announcement of a version to all nodes that take part, before the ranks write."""
 
     number: int
     """Number among broadcasts: greater than any before, also where a version is sent again because it has failed."""
@@ -236,11 +236,11 @@ class ChunkTimes:
 
     @property
     def seconds_per_byte(self) -> float:
-        """The mean, as what is quickly there has come while another was received; 0: none has been timed."""
+        """The mean, since a chunk that arrives quickly came while another was received; 0: none has been timed."""
         return statistics.fmean(self._seconds_per_byte) if self._seconds_per_byte else 0.0
 
     def silence_s(self, chunk_bytes: int) -> float:
-        """Seconds for which nothing may come where chunks of at most `chunk_bytes` are sent."""
+        """Longest silence, in seconds, where chunks have at most `chunk_bytes`."""
         if not self._seconds_per_byte:
             return self._timeouts.first_s
         median = statistics.median(self._seconds_per_byte) * chunk_bytes
@@ -249,7 +249,7 @@ class ChunkTimes:
 
 class Pull:
     """Lifecycle: made when the version begins. Then, until `is_complete` or `failure`: ask `upstream` for `missing`,
-    not before `not_before`, and report what comes, as long as `turn` stays as it was when it was asked."""
+    not before `not_before`, and report what arrives, until `turn` changes."""
 
     def __init__(
         self,
@@ -260,8 +260,8 @@ class Pull:
         timeouts: Timeouts,
         now: float,
     ) -> None:
-        """`chunks`: numbers of all of the chain. `upstreams`: best first, the last is where the chunks are made.
-        `chunk_bytes`: most of a chunk. `chunk_times`: of the chain's earlier versions."""
+        """`chunks`: numbers of the chain's chunks. `upstreams`: best first; the last is the node with the ranks.
+        `chunk_bytes`: size of the largest chunk. `chunk_times`: of the chain's earlier versions."""
         self.missing = set(chunks)
         self.turn = 0
         """Number that changes when the upstream is to be asked again."""
@@ -280,7 +280,7 @@ class Pull:
         self._source_heard = now
         """Time when the trainer's node was last known to be alive."""
         self._in_vain = 0
-        """Upstreams given up since the last chunk came."""
+        """Upstreams replaced since the last chunk came."""
 
     @property
     def upstream(self) -> str:
@@ -292,18 +292,18 @@ class Pull:
 
     @property
     def deadline(self) -> float:
-        """Time when silence, or one chunk, has lasted too long. Upstreams given up in vain make it longer: where all
-        are slow, one of them must get the time to answer."""
+        """Time when silence, or one chunk, has lasted too long. It grows with each upstream that was replaced in vain:
+        where all are slow, one of them must get the time to answer."""
         timeout_s = self._silence_s * 2 ** min(self._in_vain, 6)
         return min(self._heard + timeout_s, self._told + self._timeouts.slow * timeout_s)
 
     @property
     def seconds_per_byte(self) -> float:
-        """Time of a byte of whole chunks on the way here; 0: not known."""
+        """Seconds per byte of whole chunks from the upstreams; 0: not known."""
         return self._chunk_times.seconds_per_byte
 
     def source_age_s(self, now: float) -> float:
-        """Seconds since the trainer's node was heard of: for the downstreams that wait for this node."""
+        """Seconds since the last sign of the trainer's node, for the downstreams that wait for this node."""
         return now - self._source_heard
 
     def connected(self, now: float) -> None:
@@ -315,8 +315,7 @@ class Pull:
         self._heard = now
 
     def arrived(self, chunk: int, num_bytes: int, seconds: float, now: float) -> bool:
-        """Note a chunk with the right digest, which came so many seconds after its beginning. False: it is there
-        already."""
+        """Note a chunk with the right digest, received within so many seconds. False: it was there already."""
         self._heard = self._told = self._source_heard = now
         self._in_vain = 0
         self._chunk_times.timed(num_bytes, seconds)
@@ -335,7 +334,7 @@ class Pull:
             self._take_next(now)
 
     def waiting(self, source_age_s: float, now: float) -> None:
-        """Note that the upstream has nothing new. `source_age_s`: how long ago it has heard of the trainer's node."""
+        """Note that the upstream has nothing new. `source_age_s`: seconds since it had a sign of the trainer's node."""
         self._heard = self._told = now
         self._source_heard = max(self._source_heard, now - source_age_s)
         if self.source_age_s(now) > self._timeouts.cut_off * self._silence_s:
@@ -343,12 +342,12 @@ class Pull:
             self._take_next(now)
 
     def ended(self, now: float) -> None:
-        """Note that the upstream has sent all that it was asked for."""
+        """Note that the upstream has sent every requested chunk."""
         if self.missing:
             self._ask_again(now)
 
     def lost(self, now: float) -> None:
-        """Note that the connection has ended, or there was none, or the upstream has given the version up."""
+        """Note that the connection failed, or that the upstream no longer has the version."""
         self._take_next(now)
 
     def silent(self, now: float) -> None:

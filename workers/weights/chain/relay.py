@@ -112,7 +112,7 @@ class Relay:
         self._reports = ReportServer(root, self._expect_reports)
 
     def plan(self, plan: ChunkPlan) -> None:
-        """Take the plan of every version from now on."""
+        """Set the plan of all following versions."""
         with self._changed:
             self._plan = plan
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class Relay:
 
     def wait(self, version: int, timeout_s: float) -> Publication:
         """Wait for all of a version that has begun, in the form that this node's engines load. Raises `WeightError` if
-        it cannot come any more, `DeadlineExceeded`."""
+        it can no longer arrive, `DeadlineExceeded`."""
         transfer = self._transfer
         if transfer is None or transfer.broadcast.version != version or not transfer.receives:
             raise WeightError(f"node {self._node}: version {version} has not begun here, or is not for this node.")
@@ -162,8 +162,8 @@ class Relay:
                 return  # the subscriber is gone, or does not want it any more
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start; seconds that the newest whole version took; bytes that came of those of the chunks,
-        of which the others had not changed."""
+        """Counters since the start; seconds that the newest whole version took; the share of the chunks' bytes that was
+        received, since differences are shorter."""
         with self._changed:
             transfer = self._transfer
         seconds = transfer.seconds if transfer is not None else 0.0
@@ -201,7 +201,8 @@ class Relay:
     def _open_file(
         self, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, base: PreviousVersion | None
     ) -> tuple[VersionFile, PreviousVersion | None]:
-        """The file of a version, and the base that is left: none of another plan, or where both do not fit."""
+        """The file of a version, and the base for its differences: None where the base has another plan, or where there
+        is no room for both."""
         if base is not None and (base.plan.digest != plan.digest or not self._sends_differences):
             base.close()
             base = None
@@ -230,7 +231,7 @@ class Relay:
                 ChunkServer(transfer, message, self._timeouts.heartbeat_s, self._counters).run(connection)
 
     def _wait_for(self, connection: Connection, number: int) -> Transfer | None:
-        """Wait for the broadcast to begin here too. None: a later one has begun, or this one has not for too long."""
+        """Wait until the broadcast begins here. None: a later one has begun, or this one has not begun in time."""
         began = time.monotonic()
         while time.monotonic() - began < EXPECT_S:
             with self._changed:

@@ -175,7 +175,7 @@ class ChunkServer:
         self._counters.add(bytes_out=num_bytes)
 
     def difference(self, chunk: int, num_bytes: int) -> bytes | None:
-        """The bytes to be sent in the place of a large chunk; None: it is sent whole."""
+        """The difference to send instead of a large chunk; None: send it whole."""
         if not self._has_base or num_bytes <= SMALL_BYTES:
             return None
         transfer = self._transfer
@@ -183,10 +183,10 @@ class ChunkServer:
 
 
 class Feed:
-    """The place of one subscriber in the order in which chunks have come to this node."""
+    """The position of one subscriber in the order in which chunks arrived at this node."""
 
     def __init__(self, log: Sequence[int], wanted: Collection[int], spans: Sequence[tuple[int, int]]) -> None:
-        """`log`: numbers of the chunks that are here; it grows. `spans`: of all chunks in the file."""
+        """`log`: numbers of the chunks on this node; it grows. `spans`: of all chunks in the file."""
         self._log, self._wanted, self._spans = log, set(wanted), spans
         self._position = 0
 
@@ -196,7 +196,7 @@ class Feed:
         return not self._wanted
 
     def next_parcel(self) -> list[int]:
-        """Take the chunks to be sent together; none: there is nothing new."""
+        """Take the next chunks, which are sent together; none: there is nothing new."""
         parcel: list[int] = []
         room = PARCEL_BYTES
         while self._position < len(self._log) and len(parcel) < PARCEL_CHUNKS:
@@ -274,7 +274,7 @@ class Puller:
             if isinstance(message, Parcel):
                 self._receive(connection, message, frame)
             elif isinstance(message, DifferenceParcel):
-                self._receive_change(connection, message, frame)
+                self._receive_difference(connection, message, frame)
             elif isinstance(message, Heartbeat):
                 pull.waiting(message.source_age_s, time.monotonic())
             elif isinstance(message, AllSent):
@@ -314,9 +314,9 @@ class Puller:
             self._counters.add(chunks=len(good), bytes_in=num_bytes, bytes_whole=num_bytes)
             self._transfer.add(self._source, good)
 
-    def _receive_change(self, connection: Connection, change: DifferenceParcel, frame: Frame) -> None:
-        """Receive the difference of a chunk to the base, and make the chunk of it. Where its digest is another, the
-        chunks that are missing are asked for whole."""
+    def _receive_difference(self, connection: Connection, change: DifferenceParcel, frame: Frame) -> None:
+        """Receive the difference of a chunk to the base, and make the chunk of it. If its digest is wrong, all missing
+        chunks are requested whole."""
         transfer, chunk, base = self._transfer, change.chunk, self._transfer.differences.base
         spans = transfer.plan.spans
         if base is None or chunk >= len(spans) or len(change.digest) != DIGEST_BYTES:
@@ -351,7 +351,7 @@ class Puller:
         return memoryview(bytearray(size))
 
     def _fill(self, connection: Connection, target: memoryview) -> bytes:
-        """Receive into `target`; return the xxh3-128 of what came."""
+        """Receive into `target`; return the xxh3-128 of the received bytes."""
         digest = xxhash.xxh3_128()
         for start in range(0, len(target), WINDOW_BYTES):
             window = target[start : start + WINDOW_BYTES]

@@ -87,7 +87,7 @@ class VersionFile:
         return self._mapped.window(start, end)
 
     def memory(self, chunk: int) -> memoryview:
-        """The bytes of a chunk that is there."""
+        """The bytes of a chunk that this node has."""
         start, end = self._plan.spans[chunk]
         return memoryview(self._mapped.memory)[start:end]
 
@@ -115,7 +115,7 @@ class PreviousVersion:
     locked; `close`."""
 
     def __init__(self, file: VersionFile, plan: ChunkPlan, digests: Mapping[int, bytes]) -> None:
-        """`digests`: of the chunks that are there."""
+        """`digests`: of the chunks that this node has."""
         self._file, self.plan, self._digests = file, plan, dict(digests)
 
     def name(self, source: str) -> bytes:
@@ -131,7 +131,7 @@ class PreviousVersion:
 
 
 class Differences:
-    """Differences of the chunks of one version to its base, made as they are asked for, each once. Threads share it."""
+    """Differences of the chunks of one version to its base, each made once, on request. Threads share it."""
 
     def __init__(self, base: PreviousVersion | None) -> None:
         """`base`: None where the node has no version before; it then sends whole chunks."""
@@ -142,11 +142,11 @@ class Differences:
         """False once a difference has taken longer to make and send than its chunk to send."""
 
     def name(self, source: str) -> bytes:
-        """The name of the base, as far as a chain is concerned; empty: there is none."""
+        """The name of the base's chunks of a chain; empty: there is none."""
         return b"" if self.base is None else self.base.name(source)
 
     def of(self, chunk: int, new: memoryview, seconds_per_byte: float) -> bytes | None:
-        """The difference of a chunk; None: it is to be sent whole. `seconds_per_byte`: of the link; 0: not known."""
+        """The difference of a chunk; None: send it whole. `seconds_per_byte`: of the link; 0: not known."""
         assert self.base is not None
         with self._lock:
             if chunk in self._made or not self._pays:
@@ -208,7 +208,7 @@ class Transfer:
         base: PreviousVersion | None = None,
     ) -> None:
         """`pulls`: one for each lane that this node receives. Empty: the node only sends. `base`: the version before,
-        where it is here."""
+        if this node has it."""
         self.differences = Differences(base)
         self.broadcast, self.plan, self.node, self.file, self.pulls = broadcast, plan, node, file, pulls
         self.condition = threading.Condition()
@@ -280,7 +280,7 @@ class Transfer:
                 self.condition.notify_all()
 
     def source_age_s(self, source: str) -> float:
-        """Seconds since the node where a chain begins was heard of; 0 on that node."""
+        """Seconds since the last sign of the node where a chain begins; 0 on that node."""
         now = time.monotonic()
         return min((pull.source_age_s(now) for lane, pull in self.pulls.items() if lane.source == source), default=0.0)
 

@@ -30,7 +30,7 @@ FILE_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """What of a model gets an adapter, by full names in the model's order."""
+    """The parts of a model that get an adapter, by full names in the model's order."""
 
     layers: list[str]
     """Linear layers."""

@@ -82,7 +82,7 @@ def node_bytes(num_bytes: int, ranks_here: int, num_ranks: int, *, has_engines: 
 
 
 def state_copy_bytes(num_trained: int) -> int:
-    """Bytes of the copies that all ranks together keep of a model with so many trained parameters."""
+    """Bytes of all ranks' copies of the state of a model with so many trained parameters."""
     return COPIES * STATE_BYTES * num_trained
 
 

@@ -136,7 +136,7 @@ class PublicationWriter:
             self._threads.shutdown()
 
     def finish(self) -> list[ElementRange]:
-        """Leave the checksums of what this rank wrote for `seal`. Returns them."""
+        """Save the checksums of this rank's ranges for `seal`. Returns the ranges."""
         self.close()
         entries = [list(entry) for entry in self.ranges]
         write_whole(_rank_file(self.path, self.rank), json.dumps(entries))
@@ -261,7 +261,7 @@ class DeviceCopies:
         self._device = values.device
 
     def finish(self) -> None:
-        """Write what is left. A second call changes nothing."""
+        """Write the remaining ranges. A second call changes nothing."""
         self._switch_buffers()
         self._flush(self._other)
 
@@ -281,7 +281,7 @@ class DeviceCopies:
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A stream beside the computing, from the point that it has reached."""
+    """A side stream of the device, which starts after the work submitted so far."""
     if device.type == "cpu":
         return nullcontext()
     stream = torch.Stream(device)

@@ -199,7 +199,7 @@ def _reuse_idle_file(root: str | Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _lock_if_idle(file: Path) -> Iterator[bool]:
-    """True if no process reads the file; if so, none can begin to within the block.
+    """True if no process reads the file; then none can start to within the block.
 
     Remove the manifest within the block: a reader that comes later looks for it once it has the lock.
     """
@@ -336,7 +336,7 @@ class MappedWeights:
         populate(self._memory, 0, len(self._memory), POPULATE_READ)
 
     def verify(self) -> None:
-        """Compare every range's checksum, by several threads where there is much. Raises `WeightError` with the tensor
+        """Compare every range's checksum, with several threads for a large file. Raises `WeightError` with the tensor
         and elements of the first that differs. The first read of a page fills the page tables around it, in any thread
         at once, which `populate` cannot."""
         view = memoryview(self._memory)
@@ -364,7 +364,7 @@ class MappedWeights:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
 
     def copy_to(self, file: Path) -> None:
-        """Write the whole safetensors file, for a reader that wants one of its own."""
+        """Copy the whole safetensors file."""
         file.write_bytes(self._memory)
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":

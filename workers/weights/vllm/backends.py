@@ -66,7 +66,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     _prepared: tuple[MappedWeights, threading.Thread] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Map the file and fill its page tables in a thread, so that the engine generates on. vLLM has no other call
+        """Map the file and fill its page tables in a thread, while the engine generates. vLLM has no other call
         that announces a version before it is loaded."""
         mapped = MappedWeights(Publication(init_info.directory, init_info.version))
         thread = threading.Thread(target=mapped.populate, name="populate-publication", daemon=True)
@@ -165,7 +165,7 @@ def wait_for_device() -> None:
 
 
 def drop_kernels(model: torch.nn.Module) -> None:
-    """Let the kernels of the CPU build's experts go, so that vLLM makes new ones. It packs experts only when it makes
+    """Drop the kernels of the CPU build's experts, so that vLLM makes new ones. It packs experts only when it makes
     their kernel: the old one would read unpacked weights as packed ones."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -183,7 +183,7 @@ def packed_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def modules_without(module: torch.nn.Module, left_out: Collection[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """The largest modules of a model that have none of `left_out` in them: all of it where nothing is."""
+    """The largest modules of a model that contain none of `left_out`: the whole model if it contains none."""
     if not any(layer in left_out for layer in module.modules()):
         yield module
     elif module not in left_out:
