@@ -51,9 +51,8 @@ DECORATORS = {
         return (reward - reward.median()) / scale
 
 Gets: columns, by parameters without a default, `[G]` of a group, or `[B]` with `algorithm.advantage_per=batch`; token
-columns as lists of `[T_i]`. Returns an advantage a row, or a token, `[G, T]`. Keyword-only parameters are settings
-(`algorithm.advantage_options`). A parameter `state: MyState` is carried from step to step; the function then returns
-`(advantage, next state)`.""",
+columns as lists of `[T_i]`. Returns an advantage a row, or a token, `[G, T]`. A parameter `state: MyState` is carried
+from step to step; the function then returns `(advantage, next state)`.""",
     "surrogate": """Register a policy loss for `algorithm.surrogate=NAME`.
 
     @surrogate("my_surrogate")
@@ -77,10 +76,10 @@ values of each token by metric.""",
 SHOWN = ("__getitem__", "__call__")
 """Methods with a name of Python's own that are told."""
 OF_THE_RUNTIME = {
-    "as_bytes", "batch_reads", "candidates", "columns", "failed_writes", "from_bytes", "has_environment",
-    "in_environment", "in_trainer", "is_in_trainer", "is_scored", "optional_reads", "parent", "ragged", "reads_of",
-    "rewarded", "routed_experts", "rows_are", "rows_of", "stopped_by", "stored_columns", "table_with_ids",
-    "takes_groups", "without",
+    "arrays", "as_bytes", "batch_reads", "blobs", "candidates", "columns", "failed_writes", "from_bytes",
+    "has_environment", "in_environment", "in_trainer", "is_in_trainer", "is_scored", "lengths", "lists",
+    "optional_reads", "parent", "ragged", "reads_of", "rewarded", "routed_experts", "rows_are", "rows_of",
+    "stopped_by", "stored_columns", "strings", "table_with_ids", "takes_groups", "without",
 }  # fmt: skip
 """Members that the runtime calls, and authors do not."""
 MOST_SHOWN = 12

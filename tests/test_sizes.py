@@ -79,7 +79,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
             name = node.attr
         else:
             continue
-        if name.startswith("_") and not name.startswith("__"):
+        if name.startswith("_") and not name.startswith("__") and not name.endswith("_"):  # `_repr_html_` is IPython's
             yield name
 
 

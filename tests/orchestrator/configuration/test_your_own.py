@@ -54,7 +54,7 @@ def test_a_dataflow_from_a_file_passes_validation_and_is_drawn(validated):
     assert code == 0, text
     assert "8 samples a prompt" in text
     assert "best_of_group" in text
-    assert "imitate" in text
+    assert "the same for a batch, for its halves, and with more padding" in text
 
 
 @pytest.mark.real
@@ -69,7 +69,9 @@ def test_what_the_page_shows_computes(files, monkeypatch):
     flow = build_dataflow(load_config(["recipe=arithmetic", "algorithm=mine.py:mine"]).algorithm)
     assert flow.stage("best_of_group").function(torch.tensor([0.0, 2.0, 1.0])).tolist() == [0.0, 1.0, 0.0]
     logprobs, ones = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
-    loss, _ = flow.stage("train").function(logprobs, ones, BatchTotals(2, 1), torch.tensor([1.0]))
+    loss, _ = flow.stage("train").function(
+        logprobs=logprobs, mask=ones, totals=BatchTotals(2, 1), advantage=torch.tensor([1.0])
+    )
     assert loss.item() == 2.0  # the mean of 1 and 3
 
     flow = build_dataflow(load_config(["recipe=arithmetic", "imports=[formulas.py]", *FORMULAS]).algorithm)
