@@ -91,7 +91,7 @@ class Controller:
         self._watch = Watch(fleet, config, self.directory)
         self._recovery = self._make_recovery(context, run_faults or RunFaults(config.faults), meters)
         self._restarts, self._journal = self._recovery.restarts, self._recovery.store.journal
-        self._members = Membership(context, self._recovery, catch_up_by_role(config, self._weights), wanted)
+        self.members = Membership(context, self._recovery, catch_up_by_role(config, self._weights), wanted)
         self._engines = EngineDirectory(fleet)
         self._observer = Observer(
             context, self._recovery, self._watch, lambda: self._loop.weights_state(), self._counters, sinks
@@ -138,18 +138,18 @@ class Controller:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._watch.run())
-            self._members.begin(tasks)
-            self._members.until_end(self._handover.run())
+            self.members.begin(tasks)
+            self.members.until_end(self._handover.run())
             for work in self._observer.tasks():
-                self._members.until_end(work)
-            self._members.until_end(self._recovery.store.take_snapshots())
-            self._members.serve("prompts", "compute", "scorer", "reward")
+                self.members.until_end(work)
+            self.members.until_end(self._recovery.store.take_snapshots())
+            self.members.serve("prompts", "compute", "scorer", "reward")
             await tasks.create_task(held_back(self._steps(tasks)))
             await self._handover.leave()
             self._recovery.supervisor.close()
-            self._members.close()
+            self.members.close()
             await self._recovery.store.retry(lambda: self.store.close("the run is complete"))
-            await self._members.ended()
+            await self.members.ended()
             watching.cancel()
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
@@ -159,11 +159,11 @@ class Controller:
         else:
             await self._turns.generation()
         # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
-        self._members.serve("rollout")
+        self.members.serve("rollout")
         if self.flow.has_environment:
             await self._engines.tell()
-            self._members.until_end(self._engines.run())
-            self._members.serve("environment")
+            self.members.until_end(self._engines.run())
+            self.members.serve("environment")
         self._take_scaling_requests()
         if not self._before and not (self._taken is not None and self._taken.metrics):
             await self._first_evaluation()
@@ -205,14 +205,14 @@ class Controller:
 
     def _take_scaling_requests(self) -> None:
         """Let members join and leave from now on."""
-        self._members.until_end(self._members.grant_again())
+        self.members.until_end(self.members.grant_again())
         if agents := self.fleet.role("agent"):
-            self._members.until_end(ScalingListener(agents[0][1], self._members, self.config).run())
+            self.members.until_end(ScalingListener(agents[0][1], self.members, self.config).run())
         if self.config.rollout.follows_cluster and self.flow.of_kind("rollout"):
             follower = AutoscalerFollower(
-                self.fleet.capacity, self._members, self.config, lambda: self.outcome.last_metrics, self.progress.note
+                self.fleet.capacity, self.members, self.config, lambda: self.outcome.last_metrics, self.progress.note
             )
-            self._members.until_end(follower.run())
+            self.members.until_end(follower.run())
 
     async def _catch_up(self) -> None:
         """Bring a resumed run up to date: the engines have the starting model, and the store may know of fewer
@@ -320,7 +320,7 @@ class Controller:
     async def _evaluate(self) -> tuple[dict[str, float], float]:
         assert self.evaluator is not None
         start = time.time()
-        async with self._members.staying:
+        async with self.members.staying:
             evaluated = await self.evaluator.measure(self.fleet)
         self.outcome.accuracies.append(evaluated[HELDOUT])
         self.directory.timeline.span("engines", "evaluate", start, time.time())

@@ -55,7 +55,7 @@ class Membership:
         """Lock of a caller that needs the present members to stay for a while."""
         self._fleet, self._flow, self._config = context.fleet, context.flow, context.config
         self._store, self._directory, self._progress = context.store, context.directory, context.progress
-        self._restarts, self._store_restart, self._supervisor = recovery.restarts, recovery.store, recovery.supervisor
+        self._restarts, self._store_restart, self.supervisor = recovery.restarts, recovery.store, recovery.supervisor
         self._catch_up = catch_up
         self._tasks: asyncio.TaskGroup | None = None
         self._until_end: list[asyncio.Task[Any]] = []
@@ -195,7 +195,7 @@ class Membership:
 
     async def _leave(self, role: str, name: str, drain_s: float) -> None:
         began, place = time.monotonic(), self._fleet.capacity.place_of(name)
-        self._supervisor.expect_end(name)
+        self.supervisor.expect_end(name)
         if (handle := self._fleet.handle_of(name)) is not None:  # else it was lost, and has nothing to finish
             await drain([(name, handle)], drain_s)
         async with self.staying:
@@ -215,7 +215,7 @@ class Membership:
     def _keep(self, role: str, team: Sequence[str]) -> None:
         assert self._tasks is not None
         self._kept.update(team)
-        keeping = self._supervisor.keep(role, team, self._catch_up.get(role))
+        keeping = self.supervisor.keep(role, team, self._catch_up.get(role))
         task = self._tasks.create_task(held_back(keeping))
         self._keeping[task] = team
         task.add_done_callback(self._keeping.pop)
@@ -266,7 +266,7 @@ class Membership:
         for name in leaving:
             if name in self._joining:
                 self._joining[name].cancel()
-            self._supervisor.expect_end(name)
+            self.supervisor.expect_end(name)
         self._fleet.kill(names)
         self._fleet.remove(leaving)
         return leaving

@@ -34,9 +34,9 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
     pause_s = FIRST_PAUSE_S
     for left in range(retries, -1, -1):
         began = time.monotonic()
-        code, is_wanted = _run(words)
+        code, is_wanted = run_once(words)
         pause_s = FIRST_PAUSE_S if time.monotonic() - began >= LONG_S else pause_s
-        if code == 0 or is_wanted or not left or not _may_help(config, code):
+        if code == 0 or is_wanted or not left or not may_help(config, code):
             return code
         print(
             f"{config.name} has ended ({how_ended(code)}); going on with it in {pause_s:g} s, {left} of "
@@ -49,7 +49,7 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
     raise AssertionError("the last try returns")
 
 
-def _run(words: Sequence[str]) -> tuple[int, bool]:
+def run_once(words: Sequence[str]) -> tuple[int, bool]:
     """Make one try. Returns its exit code, negative for a signal, and whether it was asked to end. Ctrl-C reaches it by
     itself, unless it is ignored here. SIGTERM and SIGHUP are passed on: a process that has no handler for them yet dies
     of them."""
@@ -70,7 +70,7 @@ def _run(words: Sequence[str]) -> tuple[int, bool]:
             signal.signal(number, handler)
 
 
-def _may_help(config: RunConfig, code: int) -> bool:
+def may_help(config: RunConfig, code: int) -> bool:
     """Return whether a new process may help: the last one was killed, or said so itself."""
     if code < 0:
         return True

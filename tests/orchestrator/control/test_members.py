@@ -77,7 +77,7 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
         fleet = ScriptedFleet(store, config, flow, random)
         directory = RunDirectory.create(config)
         controller = controller_over(fleet, config, directory)
-        others = [asyncio.ensure_future(scale(controller._members, random, done))]
+        others = [asyncio.ensure_future(scale(controller.members, random, done))]
         if seed % 2:
             others.append(asyncio.ensure_future(kill(fleet, random)))
         if seed % 4 >= 2:
@@ -133,12 +133,12 @@ def test_who_has_joined_before_the_others_serve_is_kept_once(tmp_path: Path) -> 
     async def main() -> None:
         fleet = ScriptedFleet(store_of(config, flow_of(config)), config, flow_of(config), Random(1))
         directory = RunDirectory.create(config)
-        members = controller_over(fleet, config, directory)._members
+        members = controller_over(fleet, config, directory).members
 
         async def keep(role: str, team: Sequence[str], catch_up: Any) -> None:
             kept.extend(team)
 
-        members._supervisor.keep = keep  # type: ignore[method-assign]
+        members.supervisor.keep = keep  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
             members.begin(tasks)
             await members.change([ScalingRequest("rollout", config.rollout.least_workers + 1)])

@@ -24,8 +24,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list
             words.append(list(told))
             return codes[len(words) - 1], False
 
-        monkeypatch.setattr(retries, "_run", ended)
-        monkeypatch.setattr(retries, "_may_help", lambda config, code: may_help)
+        monkeypatch.setattr(retries, "run_once", ended)
+        monkeypatch.setattr(retries, "may_help", lambda config, code: may_help)
         monkeypatch.setattr(retries.time, "sleep", lambda _: None)
         code = run_with_retries(["recipe=arithmetic", f"output_dir={tmp_path}", "resume=never"], 2)
         assert code == codes[len(words) - 1]
@@ -84,9 +84,9 @@ def test_what_the_run_itself_says_may_help_is_tried_again(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = load_config([f"output_dir={output_dir.format(tmp_path)}", "name=run"])
-    assert not retries._may_help(config, 1)
+    assert not retries.may_help(config, 1)
     directory = RunDirectory.create(config)
     for may_recover in (True, False):
         directory.event("failed", may_recover=may_recover)
-        assert retries._may_help(config, 1) == may_recover
+        assert retries.may_help(config, 1) == may_recover
     directory.close()
