@@ -32,7 +32,7 @@ class ScalarTrainer(PolicyTrainer):
         self, path: str, dtype: str, attention: str, checkpoint_layers: bool
     ) -> tuple[nn.Module, StartingWeights, int | None]:
         lm, weights = open_scalar_lm(
-            path, "model.path", new=(HEAD,) if self.trainable else (), dtype=dtype, attention=attention,
+            path, new=(HEAD,) if self.trainable else (), dtype=dtype, attention=attention,
             checkpoint_layers=checkpoint_layers,
         )  # fmt: skip
         return ScalarModel(lm), weights, max_length(lm)

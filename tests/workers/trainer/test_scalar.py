@@ -135,5 +135,5 @@ def test_a_loss_of_another_kind_of_model_is_refused(make_scalar):
 
 
 def test_a_path_without_a_model_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"model.paths.reward_model=.*no model with a scalar head"):
-        open_scalar_lm(str(tmp_path), "model.paths.reward_model")
+    with pytest.raises(ModelError, match=r"model.path=.*no model with a scalar head"):
+        open_scalar_lm(str(tmp_path))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.conf.errors import ConfigError, ModelError, suggest
 from penstock.workers.models.model_files import longest_context
-from penstock.workers.pictures.families import auto_class
+from penstock.workers.pictures.processor import auto_class
 from penstock.workers.trainer.models import packed_attention, vision
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
@@ -225,30 +225,25 @@ def inputs_of(lm: Any, input_ids_BL: Tensor, blocks: Blocks | None, pictures: Pi
     return packed_attention.keywords(lm, blocks) | vision.keywords(lm, input_ids_BL, pictures)
 
 
-def load_causal_lm(
-    path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
-) -> Any:
+def load_causal_lm(path: str, *, dtype: str = "float32", attention: str = "sdpa") -> Any:
     """A HF model from a directory or hub id, on the CPU, dropout switched off, ready to be trained.
 
-    `dtype`: of the parameters. `attention`: transformers' name. `checkpoint_layers`: recompute every layer in
-    backward. Dropout is off because the policy that is trained must be the one that sampled. Raises `ModelError` if
-    there is no such model.
+    `dtype`: of the parameters. `attention`: transformers' name. Dropout is off because the policy that is trained must
+    be the one that sampled. Raises `ModelError` if there is no such model.
     """
     from transformers import AutoConfig
 
     with load_errors(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
-        lm = auto_class(config).from_pretrained(
-            path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
-        )
-    return prepared_for_training(lm, checkpoint_layers)
+        options = {"config": config, "dtype": getattr(torch, dtype), "attn_implementation": attention}
+        return auto_class(config).from_pretrained(path, **options).train()
 
 
 def open_causal_lm(
     path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
 ) -> tuple[Any, StartingWeights]:
-    """Open the model of `load_causal_lm` without its weights, and the weights: for callers that want a part of each.
-    Raises `ModelError`."""
+    """The model of `load_causal_lm` without its weights, and the weights: for callers that want a part of each.
+    `checkpoint_layers`: recompute every layer in backward. Raises `ModelError`."""
     from transformers import AutoConfig
 
     with load_errors(path):
@@ -263,33 +258,28 @@ def open_causal_lm(
 
 
 def open_scalar_lm(
-    path: str, key: str, *, new: Collection[str] = (), dtype: str = "float32", attention: str = "sdpa",
+    path: str, *, new: Collection[str] = (), dtype: str = "float32", attention: str = "sdpa",
     checkpoint_layers: bool = False,
 ) -> tuple[Any, StartingWeights]:  # fmt: skip
     """A sequence classification model with one label, without its weights, and the weights; from such a directory or,
     with `new=[HEAD]`, from a causal model's, whose head is then new and all zero: a critic that begins by expecting
-    nothing, a reward model without an opinion.
-
-    `key`: the configuration's, for messages. Raises `ModelError` if there is no such model, or no head that is not
+    nothing, a reward model without an opinion. Raises `ModelError` if there is no such model, or no head that is not
     asked for.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-    try:
+    with load_errors(path, "model with a scalar head can be made"):
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1))
         has_head = any("SequenceClassification" in name for name in config.architectures or ())
         lm, weights = without_weights(
             lambda: AutoModelForSequenceClassification.from_config(config, **options),
             lambda: AutoModelForSequenceClassification.from_pretrained(path, config=config, **options),
             path,
-            key,
             () if has_head else new,
         )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{key}={path}: no model with a scalar head can be made from there: {error}") from error
     if not isinstance(getattr(lm, "score", None), nn.Linear):
-        raise ModelError(f"{key}={path}: {type(lm).__name__} has no linear head `score`, which the trainer reads.")
+        raise ModelError(f"model.path={path}: {type(lm).__name__} has no linear head `score`, which the trainer reads.")
     if not has_head and HEAD in new:
         weights.add({HEAD: torch.zeros(lm.score.weight.shape)})
     lm.config.architectures = [type(lm).__name__]
@@ -341,12 +331,12 @@ def max_length(lm: Any) -> int | None:
 
 
 @contextmanager
-def load_errors(path: str) -> Iterator[None]:
+def load_errors(path: str, what: str = "causal language model can be loaded") -> Iterator[None]:
     """Raise `ModelError` for what transformers raises where there is no such model."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path={path}: no causal language model can be loaded from there: {error}") from error
+        raise ModelError(f"model.path={path}: no {what} from there: {error}") from error
 
 
 def prepared_for_training(lm: Any, checkpoint_layers: bool) -> Any:

@@ -126,13 +126,13 @@ class StartingWeights:
 
 
 def without_weights(
-    make: Callable[[], Any], load: Callable[[], Any], path: str, key: str = "model.path", new: Collection[str] = ()
+    make: Callable[[], Any], load: Callable[[], Any], path: str, new: Collection[str] = ()
 ) -> tuple[Any, StartingWeights]:
     """A language model whose parameters have shapes but no values (they are on torch's meta device), and the values.
 
     `make`: the model from its configuration. `load`: the model with its weights, as transformers loads it, for
-    checkpoints that cannot be read by range. `key`: the configuration's, for messages. `new`: parameters that the
-    checkpoint need not have; they start at zero. Raises `ModelError` for other weights that it lacks.
+    checkpoints that cannot be read by range. `new`: parameters that the checkpoint need not have; they start at zero.
+    Raises `ModelError` for other weights that it lacks.
     """
     from accelerate import init_empty_weights
 
@@ -140,7 +140,7 @@ def without_weights(
         with init_empty_weights(include_buffers=False):
             lm = make()
         lm.tie_weights()  # which making them empty has undone
-        check_weights(lm, path, key, new)
+        check_weights(lm, path, new=new)
         sources = _stored_weights(lm, path, set(new))
     except UnreadableByRange as reason:
         with torch.random.fork_rng(devices=[]):  # new parameters are drawn

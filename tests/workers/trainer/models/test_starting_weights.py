@@ -195,20 +195,20 @@ def test_an_index_that_names_a_missing_file_is_a_model_error(tmp_path: Path) -> 
 
 def test_a_new_head_is_zero_and_one_of_the_checkpoint_is_kept(tmp_path: Path, reasons: Callable[[], list[str]]) -> None:
     made("llama").save_pretrained(tmp_path / "causal")
-    ours = filled(*open_scalar_lm(str(tmp_path / "causal"), "model.path", new=[HEAD]))
+    ours = filled(*open_scalar_lm(str(tmp_path / "causal"), new=[HEAD]))
     assert not ours["score.weight"].any()
     assert torch.equal(
         ours["model.norm.weight"], load_file(tmp_path / "causal" / "model.safetensors")["model.norm.weight"]
     )
     LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(tmp_path / "scores")
-    ours = filled(*open_scalar_lm(str(tmp_path / "scores"), "model.path", new=[HEAD]))
+    ours = filled(*open_scalar_lm(str(tmp_path / "scores"), new=[HEAD]))
     assert torch.equal(ours["score.weight"], load_file(tmp_path / "scores" / "model.safetensors")["score.weight"])
     assert ours["score.weight"].any()
-    with pytest.raises(ModelError, match=r"^model\.paths\.judge=.* it lacks 1 of 21 tensors: score\.weight"):
-        open_scalar_lm(str(tmp_path / "causal"), "model.paths.judge")
+    with pytest.raises(ModelError, match=r"^model\.path=.* it lacks 1 of 21 tensors: score\.weight"):
+        open_scalar_lm(str(tmp_path / "causal"))
     rewrite(tmp_path / "scores", lambda all: all.__delitem__("score.weight"))
     with pytest.raises(ModelError, match="it lacks 1 of 21 tensors"):
-        open_scalar_lm(str(tmp_path / "scores"), "model.path", new=[HEAD])
+        open_scalar_lm(str(tmp_path / "scores"), new=[HEAD])
     assert not reasons()
 
 
