@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
-from penstock.workers.weights.chain.plan import Broadcast, chain, upstreams
-from penstock.workers.weights.chain.pull import ChunkTimes, Pull, Timeouts
+from penstock.workers.weights.chain.plan import Broadcast, ChunkTimes, Pull, Timeouts, chain, upstreams
 from penstock.workers.weights.chain.subscription import Feed
 
 FOREVER_S = 3600.0
@@ -191,7 +190,7 @@ class SimulatedChain:
         if self.now < pull.deadline:
             self._watch_until_deadline(node, source)
             return
-        pull.silent(self.now)
+        pull.lost(self.now)
         self.at(pull.not_before, lambda: self._ask(node, source))
 
     def _send(self, one: Subscription) -> None:

@@ -1,5 +1,6 @@
 """Whole publications, written in one process."""
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ from torch import Tensor
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, seal
-from penstock.workers.weights.publication.reused_files import WEIGHTS_NAME, is_sealed, publication_directories
+from penstock.workers.weights.publication.publication_files import WEIGHTS_NAME, is_sealed, publication_directories
 
 
 def write_rows(writer: PublicationWriter, name: str, first_row: int, tensor: Tensor) -> None:
     """Write rows of a tensor. `tensor`: the full tensor's shape but for dim 0; a scalar is one row."""
-    writer.write_elements(name, first_row * writer.layout.place(name).row_elements, tensor.reshape(-1))
+    writer.write_elements(name, first_row * math.prod(writer.layout.place(name).shape[1:]), tensor.reshape(-1))
 
 
 def write_publication(

@@ -9,6 +9,7 @@ The model: `(P + (h - 1) * c) / B`, of P bytes in chunks of c at most over a cha
 second each way.
 """
 
+import math
 import statistics
 import sys
 import threading
@@ -65,9 +66,10 @@ def plan_of(tensors: dict[str, tuple[int, ...]], case: Case) -> ChunkPlan:
     num_ranks = len(case.sources)
     pieces: list[list[tuple[str, int, int]]] = [[] for _ in case.sources]
     for place in layout.tensors:
-        rows = -(-place.num_rows // num_ranks)
+        num_rows, *row = place.shape or (1,)
+        rows = -(-num_rows // num_ranks)
         for rank in range(num_ranks):
-            first, last = (min(place.num_rows, rows * number) * place.row_elements for number in (rank, rank + 1))
+            first, last = (min(num_rows, rows * number) * math.prod(row) for number in (rank, rank + 1))
             pieces[rank].append((place.name, first, last - first))
     chunk_bytes = choose_chunk_bytes(layout.num_bytes, num_ranks, len(case.receivers))
     return make_plan(layout, pieces, [str(number) for number in case.sources], chunk_bytes)

@@ -174,7 +174,13 @@ class Inbox:
         num_tensors = 0
         while True:
             with self._answering(*await self._next(coming, num_tensors)) as part:
-                _check(part, coming, num_tensors)
+                phase = f"weight sync to version {coming.version}, phase receive"
+                if part.version != coming.version:
+                    raise WeightError(f"{phase}: the trainer sends version {part.version}.")
+                if part.info is None and num_tensors != coming.num_tensors:
+                    raise WeightError(
+                        f"{phase}: the trainer announced {coming.num_tensors} tensors and ended after {num_tensors}."
+                    )
                 if part.info is None:
                     yield
                     return
@@ -204,11 +210,3 @@ class Inbox:
         finally:
             if not done.done():
                 done.set_result(None) if failure is None else done.set_exception(failure)
-
-
-def _check(part: StreamPart, coming: StreamedVersion, num_tensors: int) -> None:
-    phase = f"weight sync to version {coming.version}, phase receive"
-    if part.version != coming.version:
-        raise WeightError(f"{phase}: the trainer sends version {part.version}.")
-    if part.info is None and num_tensors != coming.num_tensors:
-        raise WeightError(f"{phase}: the trainer announced {coming.num_tensors} tensors and ended after {num_tensors}.")

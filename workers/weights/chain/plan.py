@@ -347,11 +347,8 @@ class Pull:
             self._ask_again(now)
 
     def lost(self, now: float) -> None:
-        """Note that the connection failed, or that the upstream no longer has the version."""
-        self._take_next(now)
-
-    def silent(self, now: float) -> None:
-        """Note that nothing has come until `deadline`."""
+        """Note that the connection failed, that nothing has come until `deadline`, or that the upstream no longer has
+        the version."""
         self._take_next(now)
 
     @property

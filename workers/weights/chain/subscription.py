@@ -253,9 +253,7 @@ class Puller:
             with connect(address, self._service, self._token, timeout_s) as connection, transfer.using(connection):
                 pull.connected(time.monotonic())
                 self._follow(connection)
-        except TimeoutError:
-            pull.silent(time.monotonic())
-        except OSError:
+        except OSError:  # a timeout, too: nothing has come until the deadline
             pull.lost(time.monotonic())
         self._counters.add(reparented=pull.reparented - reparented)
         if pull.failure is not None:

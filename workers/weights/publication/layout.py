@@ -39,15 +39,6 @@ class TensorPlace:
     offset: int
 
     @property
-    def num_rows(self) -> int:
-        """Extent of dim 0; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def row_elements(self) -> int:
-        return math.prod(self.shape[1:])
-
-    @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 

@@ -110,7 +110,7 @@ def test_where_all_are_slow_one_is_heard_out() -> None:
     waits = []
     for _ in range(4):
         waits.append(pull.deadline - pull.not_before)
-        pull.silent(pull.deadline)
+        pull.lost(pull.deadline)
     assert waits == [1.0, 2.0, 4.0, 8.0]
     pull.arrived(0, MIB, 5.0, 100.0)
     assert pull.deadline == pytest.approx(115.0)
