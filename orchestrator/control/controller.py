@@ -107,7 +107,7 @@ class Controller:
         restarts = Restarts(self.directory, self.progress.note, run_faults, meters)
         unwritten = self._taken.unwritten if self._taken is not None else {}
         store = StoreRestart(context, restarts, StepJournal(self.fleet.owner, self._before, unwritten))
-        supervisor = Supervisor(context, restarts, store, self._watch.tokens_in_flight, self._turns.of)
+        supervisor = Supervisor(context, restarts, store, self._watch.tokens_in_flight, self._turns.hold)
         return Recovery(restarts, store, supervisor)
 
     def _make_loop(self, context: RunContext) -> StepLoop:

@@ -45,7 +45,7 @@ ENGINES, RANKS, SCORERS = "rollout", "trainer", "scorer"
 
 
 class DeviceTurns:
-    """Lifecycle: `generation` before the first batch is waited for, then `training` and `generation` in turn; `of`
+    """Lifecycle: `generation` before the first batch is waited for, then `training` and `generation` in turn; `hold`
     around the start of who takes a lost one's place."""
 
     def __init__(
@@ -85,7 +85,7 @@ class DeviceTurns:
         self._fleet.remove(await self._failing(ENGINES, "wake"))
 
     @contextlib.asynccontextmanager
-    async def of(self, role: str) -> AsyncIterator[None]:
+    async def hold(self, role: str) -> AsyncIterator[None]:
         """Hold the turn in which an actor of a role can start: for an engine it is waited for, ranks get it at once."""
         if not self._takes_turns or role not in (ENGINES, RANKS):
             yield

@@ -136,7 +136,7 @@ def test_an_engine_starts_in_its_turn_and_the_next_turn_waits_for_it():
         started = asyncio.Event()
 
         async def start():
-            async with both.of("rollout"):
+            async with both.hold("rollout"):
                 actors.calls.append(Call("rollout-9", "starts"))
                 await started.wait()
                 actors.calls.append(Call("rollout-9", "serves"))
@@ -164,9 +164,9 @@ def test_ranks_that_take_the_place_of_others_start_while_engines_sleep():
         both = turns(actors)
         await both.generation()
         actors.calls.clear()
-        async with both.of("trainer"):
+        async with both.hold("trainer"):
             actors.calls.append(Call("trainer", "starts"))
-        async with both.of("reward"):
+        async with both.hold("reward"):
             actors.calls.append(Call("reward", "starts"))
 
     asyncio.run(body())
