@@ -55,7 +55,7 @@ def train(
     """
     given = {"model": model, "data.path": dataset, "reward": reward, "algorithm": algorithm, **keys}
     if eval_dataset is not None:
-        given |= {"evaluation.path": eval_dataset, "evaluation.every_steps": EVALUATION_STEPS}
+        given = {"evaluation.every_steps": EVALUATION_STEPS, "evaluation.path": eval_dataset} | given
     config = _config({name: value for name, value in given.items() if value is not None})
     with own_event_loop():
         return run(config, quiet=quiet)
@@ -81,11 +81,16 @@ def _config(given: Mapping[str, Any]) -> RunConfig:
         for part in sections:
             section = section[part] if isinstance(section, dict) else getattr(section, part)
         section.update({leaf: value}) if isinstance(section, dict) else setattr(section, leaf, value)
-    names = [name_of(one).strip("<>") if callable(one) else None for one in rewards]
-    for number, (name, one) in enumerate(zip(names, rewards, strict=True)):
-        title = f"{name}_{number}" if name and names.count(name) > 1 else name
-        config.rewards.append(WeightedRewardConfig(_inline_function(one), name=title))
+    if "reward" in given and "rewards" not in given:
+        config.rewards = _weighted(rewards)
     return config
+
+
+def _weighted(rewards: Sequence[Any]) -> list[WeightedRewardConfig]:
+    """Rewards of equal weights; lambdas get numbers."""
+    names = [name_of(one).strip("<>") if callable(one) else None for one in rewards]
+    titles = [f"{name}_{number}" if name and names.count(name) > 1 else name for number, name in enumerate(names)]
+    return [WeightedRewardConfig(_inline_function(one), name=title) for one, title in zip(rewards, titles, strict=True)]
 
 
 def _section_of(name: str, value: Any) -> Any:

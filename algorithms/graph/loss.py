@@ -33,7 +33,6 @@ INPUTS = "inputs"
 """The parameter of a loss that gets `LossInputs`."""
 IF_WRITTEN = ("advantage", "behavior_logprobs", "reference_logprobs")
 """Columns that `LossInputs` has where a stage writes them."""
-
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What an author's function may raise for numbers that are made up."""
 
@@ -140,19 +139,19 @@ class AggregatedLoss:
             own[INPUTS] = LossInputs(masked(arguments["logprobs"], mask), mask, columns)
         returned = self.function(**own)
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-        mean = partial(aggregate, mask_BT=mask, totals=totals)
-        if isinstance(loss, Tensor) and loss.shape == mask.shape:
-            loss = mean(loss, how=self.aggregation)
-        elif INPUTS in parameters or not isinstance(loss, Tensor) or loss.dim():
-            raise ShapeError(
-                f"the loss {self.__name__} returned {describe(loss)}; expected {list(mask.shape)}, a value for each "
-                "token. Do not take its mean: that is over the batch of the whole step."
-            )
-        means = {
-            name: mean(value, how="token_mean") if value.shape == mask.shape else value
-            for name, value in metrics.items()
-        }
-        return loss, {name: value.detach() for name, value in means.items()}
+
+        def total(value: Any, how: str) -> Tensor:
+            if isinstance(value, Tensor) and value.shape == mask.shape:
+                return aggregate(value, mask, totals, how)
+            if INPUTS in parameters or not isinstance(value, Tensor) or value.dim():
+                raise ShapeError(
+                    f"the loss {self.__name__} returned {describe(value)}; expected {list(mask.shape)}, a value for "
+                    "each token. Do not take its mean: that is over the batch of the whole step."
+                )
+            return value
+
+        means = {name: total(value, "token_mean").detach() for name, value in metrics.items()}
+        return total(loss, self.aggregation), means
 
 
 def wrap_loss(loss: Callable[..., Any], aggregation: str = "token_mean") -> Callable[..., Any]:

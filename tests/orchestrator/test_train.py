@@ -84,6 +84,8 @@ def test_a_dataset_is_taken_as_it_is(configured: Any, make: Any) -> None:
     assert questions(config) == ["3 + 1 =", "1 + 1 ="]
     assert questions(config, held_out=True) == ["0 + 1 ="]
     assert config.evaluation.every_steps == 10
+    config = configured(dataset=make(ROWS), eval_dataset=make(ROWS[:1]), evaluation={"every_steps": 3}, reward="digits")
+    assert config.evaluation.every_steps == 3
 
 
 def test_paths_and_names_are_taken_as_on_the_command_line(configured: Any, tmp_path: Path) -> None:
@@ -110,6 +112,9 @@ def test_several_rewards_are_summed(configured: Any) -> None:
     assert [one.title for one in config.rewards] == ["score", "lambda_1", "lambda_2", "digits"]
     assert RewardSpec.of(config.rewards[1].function).resolve().many(["x"], [{}]) == [0.5]
     assert isinstance(config.rewards[2].function, InlineValue)
+    of_recipe = [{"function": "digits"}]
+    assert len(configured(dataset=ROWS, reward=[score, "digits"], recipe="arithmetic").rewards) == 2
+    assert configured(dataset=ROWS, reward=score, rewards=of_recipe).rewards[0].function == "digits"
 
 
 def test_a_recipe_keeps_what_is_not_given(configured: Any) -> None:

@@ -63,6 +63,8 @@ def test_metrics_of_tokens_are_token_means_without_gradient():
 def test_a_mean_in_place_of_values_is_refused():
     with pytest.raises(ShapeError, match=r"the loss mean returned float32 \[\]; expected \[2, 3\].*Do not"):
         call(wrap_loss(named("mean", lambda inputs: inputs.logprobs.mean())))
+    with pytest.raises(ShapeError, match="Do not take its mean"):
+        call(wrap_loss(lambda inputs: LossOutput(inputs.logprobs, {"mean": inputs.logprobs.mean()})))
 
 
 def named(name, function):
