@@ -135,6 +135,6 @@ class Preemption:
         self.is_due = True
         loop.call_later(self._time_s, self._end)
         self._tell(
-            f"told to end: a checkpoint follows the step that is under way, if there is time for both within "
+            f"signalled to end: a checkpoint follows the current step, if both fit into "
             f"faults.preemption_s={self._time_s:g} s. Ctrl-C, or SIGTERM again, ends the run at once."
         )

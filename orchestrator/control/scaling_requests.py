@@ -48,7 +48,7 @@ class ScalingRequest:
             raise CannotScale(f"{text}: no request. Write rollout=+2 for two more, rollout=-1 for one less, rollout=3.")
         role, sign, number = found["role"], found["sign"], int(found["number"])
         if role not in ROLES:
-            raise CannotScale(f"{text}: no role that may change while a run goes on{suggest(role, ROLES)}")
+            raise CannotScale(f"{text}: no role that may change during a run{suggest(role, ROLES)}")
         return cls(role, -number if sign == "-" else number, bool(sign))
 
     def __str__(self) -> str:
@@ -127,6 +127,6 @@ def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None
             return ray.get(agent.ask.remote((list(texts), drain_s)), timeout=longest_s)
         except ray.exceptions.GetTimeoutError:
             raise ResourceError(
-                f"{directory.path.name}: no answer within {longest_s:g} s. The run goes on with it: see `joined` and "
+                f"{directory.path.name}: no answer within {longest_s:g} s. The run is still at work on it: see `joined` and "
                 f"`left` in {directory.place}/events.jsonl."
             ) from None

@@ -129,7 +129,7 @@ class Restarts:
         again."""
         began = self._clock()
         self._note_fault(role, title, failure)
-        self._note(f"{title} is lost, another takes its place: {first_line(failure)}")
+        self._note(f"{title} is lost and is being replaced: {first_line(failure)}")
         decision = self._faults.lost(title, role, began, self.step)
         while isinstance(decision, Restart):
             await asyncio.sleep(decision.after_s)

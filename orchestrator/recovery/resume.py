@@ -281,8 +281,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
     before, now = checkpoint.config.get("algorithm", {}).get("name"), config.algorithm.name
     if before != now:
         raise ConfigError(
-            f"algorithm={now}, and {checkpoint.directory} is of {before}. To go on from its weights only, export them: "
-            f"penstock export {checkpoint.directory} DIRECTORY, and set model.path=DIRECTORY."
+            f"algorithm={now}, and {checkpoint.directory} is of {before}. To continue from its weights only, export "
+            f"them: penstock export {checkpoint.directory} DIRECTORY, and set model.path=DIRECTORY."
         )
     model = checkpoint.model_path
     if (is_url(model) and not exists(model)) or (Path(model).is_absolute() and not Path(model).is_dir()):  # no hub's id
@@ -319,11 +319,11 @@ class DataChange:
         if way == "error":
             raise ConfigError(
                 f"data.on_change=error: {found} Set data.on_change=restart to draw from the first row on, or "
-                f"data.on_change=continue to go on after {place}."
+                f"data.on_change=continue to draw after {place}."
             )
         if way == "restart":
             start = PromptStart(first_group=start.first_group)
-        ends = "Rows are drawn from the first on" if way == "restart" else f"The run goes on after {place}"
+        ends = "Rows are drawn from the first on" if way == "restart" else f"The run continues after {place}"
         return cls(replace(checkpoint, prompts=start), f"{found} {ends} (data.on_change={way}).")
 
     def applied(self, directory: RunDirectory) -> Checkpoint:

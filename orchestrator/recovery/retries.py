@@ -39,7 +39,7 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
         if code == 0 or is_wanted or not left or not may_help(config, code):
             return code
         print(
-            f"{config.name} has ended ({how_ended(code)}); going on with it in {pause_s:g} s, {left} of "
+            f"{config.name} has ended ({how_ended(code)}); continuing it in {pause_s:g} s, {left} of "
             f"--retries {retries} left.",
             file=sys.stderr,
         )

@@ -240,7 +240,9 @@ def find_orphan(
         raise
     if owner is not None:
         owner.close()
-    tell(f"{directory.path.name}: its actors are there, but {reason}. They end, and it goes on from its checkpoint.")
+    tell(
+        f"{directory.path.name}: its actors are there, but {reason}. They end, and the run resumes from its checkpoint."
+    )
     return None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.orchestrator.membership.takeover import ANSWER_S
+from penstock.orchestrator.recovery.takeover import ANSWER_S
 from tests.chaos.bed import OneMachine
 from tests.chaos.checker import Promises, answers_of, broken
 from tests.chaos.disturbance import Disturbed
@@ -66,7 +66,7 @@ def test_a_run_in_which_everybody_dies_ends_with_the_bits_of_an_undisturbed_one(
     done = Disturbed(bed, warm_python, [*words, *turns], directory, retries=20).go(draw(seed, TARGETS, STEPS))
     said = directory.with_name(f"{directory.name}.log").read_text()
     if any(one.who == COMMAND for one in done):  # else the run was over sooner
-        assert f"{directory.name} has ended (killed by SIGKILL); going on with it in" in said
+        assert f"{directory.name} has ended (killed by SIGKILL); continuing it in" in said
     note(answers_of(directory, done))
     assert not broken(directory, Promises(STEPS, 4, 4, 0, NOTICED_S, START_S), done), json.dumps(
         [vars(one) for one in done]

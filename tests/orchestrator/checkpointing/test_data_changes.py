@@ -106,7 +106,7 @@ def test_other_data_may_be_gone_on_with(saved: Checkpoint, words: list[str], tmp
     way = ["data.seed=1", "data.on_change=continue", "name=b", f"resume={tmp_path}/runs/a"]
     start, (told,) = resumed(*words, *way)
     assert start == saved.prompts
-    assert "The run goes on after row 10 of epoch 0" in told
+    assert "The run continues after row 10 of epoch 0" in told
 
 
 def test_a_file_that_only_grew_goes_on_whatever_is_asked(saved: Checkpoint, words: list[str], tmp_path: Path) -> None:
