@@ -15,8 +15,8 @@ PACKINGS = ("auto", "always", "never")
 VISION = "vision"
 """Name of a model's vision tower in `trainer.freeze`."""
 REMEMBERED_BYTES = 2**30
-"""Most bytes of pixels, or of what a frozen tower sees in them, that a rank keeps of the pictures that were read last:
-some fifty to a hundred large ones, or thousands of small ones. Those of the rows at hand are kept however many."""
+"""Most bytes of pixels, or of a frozen tower's features, that a rank keeps of the pictures that were read last: some
+fifty to a hundred large ones, or thousands of small ones. Those of the rows at hand are kept however many."""
 KEEP_WHOLE_BYTES = 2 * 2**30
 """Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
