@@ -39,6 +39,17 @@ NONCE_BYTES = PROOF_BYTES = TOKEN_BYTES = 32
 HELLO = struct.Struct(f"!{len(MAGIC)}sB{NONCE_BYTES}s{PROOF_BYTES}s")
 REPLY = struct.Struct(f"!{NONCE_BYTES}s{PROOF_BYTES}s")
 FINISH_BYTES = PROOF_BYTES
+HEADER = struct.Struct("!BIQ")
+MAX_BODY = 2**28
+"""The largest size of a body, in bytes. A longer one is no message of ours."""
+SILENCE_S = 30.0
+"""Seconds after which a connection on which nothing could be sent or received is lost. A cable that was pulled for a
+few seconds is not noticed."""
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
+"""Keepalive options, in seconds, seconds, probes: an idle connection to a machine that is gone ends after
+`SILENCE_S`."""
+CREDENTIALS = struct.Struct("iII")
+"""Layout of `SO_PEERCRED`: PID, user, group (unix(7))."""
 
 
 class NotAuthenticated(ConnectionError):
@@ -96,19 +107,6 @@ class ServerHandshake:
 
 def _proof(token: bytes, word: bytes, service: int, nonces: bytes) -> bytes:
     return hmac.digest(token, b"|".join((MAGIC, word, bytes((service,)), nonces)), "sha256")
-
-
-HEADER = struct.Struct("!BIQ")
-MAX_BODY = 2**28
-"""The largest size of a body, in bytes. A longer one is no message of ours."""
-SILENCE_S = 30.0
-"""Seconds after which a connection on which nothing could be sent or received is lost. A cable that was pulled for a
-few seconds is not noticed."""
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
-"""Keepalive options, in seconds, seconds, probes: an idle connection to a machine that is gone ends after
-`SILENCE_S`."""
-CREDENTIALS = struct.Struct("iII")
-"""Layout of `SO_PEERCRED`: PID, user, group (unix(7))."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,8 @@ class Connection:
         _fill(self.socket, target)
 
     def hang_up(self) -> None:
-        """End the connection from any thread: threads that send or receive at either end are told. It is still to be
-        closed."""
+        """End the connection from any thread: threads that send or receive at either end get an error. It still has to
+        be closed."""
         hang_up(self.socket)
 
     def close(self) -> None:

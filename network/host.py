@@ -17,12 +17,13 @@ from collections.abc import Iterable, Mapping
 import psutil
 
 LOW_LIMIT = 4096
-"""The limit to warn below: a lower hard limit is told."""
+"""The limit to warn below."""
 FILES_PER_CLIENT = 6
 """Connections of one client of the store: its calls, its heartbeat, and from another machine those that it keeps to
-read rows (`KEPT` in `store/data/remote_rows.py`)."""
+read rows (`MOST_IDLE` in `store/data/remote_rows.py`)."""
 OWN_FILES = 64
 """The most files that a process has open besides."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def interface_of(address: str) -> str | None:
@@ -35,7 +36,7 @@ def interface_of(address: str) -> str | None:
 
 
 def free_address(host: str) -> str:
-    """A `host:port` whose port no process listens on now, for libraries that want to be told where to listen. A caller
+    """A `host:port` whose port no process listens on now, for libraries that need an address to listen on. A caller
     that can listens on port 0 instead, and reads the port that it got."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
@@ -63,9 +64,6 @@ def warning() -> str | None:
     )
 
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
 def names_loopback(host: str) -> bool:
     """Return whether the `Host` of a request, with its port or without, is this machine's loopback.
 
@@ -85,7 +83,7 @@ def own_names() -> list[str]:
 
 def no_proxy_variables(environ: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
     """The environment variables by which this machine, and `hosts`, are asked without a proxy. Those that `environ` has
-    set for others stay.
+    set for other hosts stay.
 
     >>> no_proxy_variables({"NO_PROXY": "*"})
     {'NO_PROXY': '*', 'no_proxy': '*'}

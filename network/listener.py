@@ -52,6 +52,14 @@ owns the socket and closes it."""
 
 
 Who = TypeVar("Who", bound=Hashable)
+HEAD_S = 20.0
+"""Seconds after which a connection whose head is not whole is hung up on."""
+HEAD_BYTES = 2**16
+BACKLOG = 64
+"""Connections that wait to be accepted. asyncio accepts up to so many at once, and logs each one that fails."""
+CONNECTIONS = 2**14
+"""Most connections that a server keeps open."""
+_END = b"\r\n\r\n"
 
 
 class PendingPeers(Generic[Who]):
@@ -218,16 +226,6 @@ def _bound(host: str, ports: Sequence[int]) -> socket.socket:
         except OSError as error:
             problem = error
     raise problem
-
-
-HEAD_S = 20.0
-"""Seconds after which a connection whose head is not whole is hung up on."""
-HEAD_BYTES = 2**16
-BACKLOG = 64
-"""Connections that wait to be accepted. asyncio accepts up to so many at once, and logs each one that fails."""
-CONNECTIONS = 2**14
-"""Most connections that a server keeps open."""
-_END = b"\r\n\r\n"
 
 
 def listen(host: str, ports: Sequence[int]) -> socket.socket:

@@ -12,8 +12,7 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.pictures.families import FAMILIES, auto_class
-from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.pictures.processor import FAMILIES, PictureProcessor, auto_class
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -26,6 +25,24 @@ CHAT_TEMPLATE = (
     "{{ '\\n' if message['role'] != 'assistant' or not loop.last }}{% endfor %}"
 )
 """Chat template: each turn's text and a newline; an assistant's turn ends with the end-of-sequence token."""
+FAMILY = "qwen2_5_vl"
+START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+VISION_WORDS = (START, END, IMAGE, VIDEO)
+"""Special tokens of vision, the last ones of the vocabulary."""
+PICTURE_CONTENT = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    f"{{% if part['type'] == 'image' %}}{START}{IMAGE}{END}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
+    "{% endfor %}{% endif %}"
+)
+"""The part of the chat template that writes the content of a message."""
+PATCH, MERGED, FRAMES = 14, 2, 2
+"""Pixels of a patch's side, patches of a feature's side, and frames of a patch, in which a picture is repeated."""
+SIZES = {
+    "size": {"shortest_edge": (PATCH * MERGED) ** 2, "longest_edge": 16 * (PATCH * MERGED) ** 2},
+    "patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": FRAMES,
+}  # fmt: skip
+HEAD = 32
+"""Numbers of a head of the tower."""
 
 
 def character_vocabulary() -> dict[str, int]:
@@ -177,26 +194,6 @@ def character_tokenizer(config: FreshModelConfig) -> Any:
     content = PICTURE_CONTENT if config.num_vision_layers else CONTENT
     tokenizer.chat_template = CHAT_TEMPLATE.replace(CONTENT, content)
     return tokenizer
-
-
-FAMILY = "qwen2_5_vl"
-START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
-VISION_WORDS = (START, END, IMAGE, VIDEO)
-"""Special tokens of vision, the last ones of the vocabulary."""
-PICTURE_CONTENT = (
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    f"{{% if part['type'] == 'image' %}}{START}{IMAGE}{END}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
-    "{% endfor %}{% endif %}"
-)
-"""The part of the chat template that writes the content of a message."""
-PATCH, MERGED, FRAMES = 14, 2, 2
-"""Pixels of a patch's side, patches of a feature's side, and frames of a patch, in which a picture is repeated."""
-SIZES = {
-    "size": {"shortest_edge": (PATCH * MERGED) ** 2, "longest_edge": 16 * (PATCH * MERGED) ** 2},
-    "patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": FRAMES,
-}  # fmt: skip
-HEAD = 32
-"""Numbers of a head of the tower."""
 
 
 def vision_config(config: FreshModelConfig, first_id: int) -> dict[str, Any]:

@@ -34,6 +34,10 @@ from penstock.store.data.rows import Rows
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+Loss = Callable[..., Any]
+"""The type of losses, `(logprobs, mask, totals, <columns>) -> (loss, metrics)`: see `algorithms/losses/`."""
+WHOLE = 0
+"""The rank of what is no adapter but a whole model."""
 
 
 @dataclass(frozen=True)
@@ -230,10 +234,6 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
-Loss = Callable[..., Any]
-"""The type of losses, `(logprobs, mask, totals, <columns>) -> (loss, metrics)`: see `algorithms/losses/`."""
-
-
 @dataclass
 class UpdateReport:
     """The report of one rank on its share of one update. Counts add up over ranks; `metrics` are the batch's on
@@ -318,10 +318,6 @@ class AdamParams:
     """Norm that larger gradients are scaled down to; 0: never."""
 
 
-WHOLE = 0
-"""The rank of what is no adapter but a whole model."""
-
-
 @dataclass(frozen=True)
 class AdapterSpec:
     """The shape of a LoRA adapter (2106.09685), and the seed of its A. B starts at zero. Or `WHOLE`: all weights of the
@@ -344,7 +340,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class AdapterState:
-    """Everything that training an adapter goes on from, bit for bit, whole and independent of the number of ranks."""
+    """Everything that training an adapter continues from, bit for bit, whole and independent of the number of ranks."""
 
     spec: AdapterSpec
     tensors: dict[str, np.ndarray]
@@ -383,7 +379,7 @@ class SampleCall:
     target_prompt_ids: np.ndarray | None = None
     """Tokens whose log-probability after each prompt token is asked for, `[P - 1, K]` int64; -1: none."""
     topk_logprobs: int = 0
-    """Most likely tokens to be told at each sampled position, under the sampling distribution."""
+    """Most likely tokens to report at each sampled position, under the sampling distribution."""
     pictures: PromptPictures | None = None
 
 

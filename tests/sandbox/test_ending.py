@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from penstock.conf.errors import NotStarted, SandboxUnavailable
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.runtime.processes import ProcessId
 from penstock.workers.sandbox.cgroup import descendants
 from penstock.workers.sandbox.execution import Limits, Value

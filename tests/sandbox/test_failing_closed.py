@@ -16,8 +16,8 @@ import pytest
 from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, SandboxUnavailable
 from penstock.workers.reward.code import sandbox
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.sandbox import cgroup, fence, sandbox_worker
 from penstock.workers.sandbox import fence as fence_module
 from penstock.workers.sandbox import sandbox as sandbox_module

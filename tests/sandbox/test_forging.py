@@ -38,7 +38,7 @@ FORGERS = {
     "patched grader": """
 import sys
 for module in list(sys.modules.values()):
-    for name in ('same', 'outcome_of', 'results_of', 'python_tests', 'packed', 'tell', 'write'):
+    for name in ('same', 'outcome_of', 'results_of', 'python_tests', 'packed', 'report', 'write'):
         if hasattr(module, name): setattr(module, name, lambda *a, **k: '["value", true]')
 def solve(x): return 1""",
     "patched caller": """
@@ -47,7 +47,7 @@ def solve(x):
     frame = sys._getframe()
     while frame:
         for name, value in list(frame.f_locals.items()) + list(frame.f_globals.items()):
-            if callable(value) and name in ('write', 'packed', 'tell'):
+            if callable(value) and name in ('write', 'packed', 'report'):
                 frame.f_globals[name] = lambda *a: '["value", true]'
         frame = frame.f_back
     return True""",

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from penstock.conf.errors import ModelError
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.fresh_model import EOS_ID, build_fresh_model
-from penstock.workers.pictures.families import auto_class
+from penstock.workers.pictures.processor import auto_class
 
 SMALL = FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1)
 

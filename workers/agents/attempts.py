@@ -75,6 +75,9 @@ PAUSE_S = 1.0
 INFRASTRUCTURE = "infrastructure"
 """Reason of a failure that is tried again."""
 MakeSampler = Callable[[Sampling], TurnSampler]
+PICTURES = PROMPT_PICTURES[0]
+ERROR_WINDOW = 100
+"""Number of attempts over which the share of failures is taken."""
 
 
 @dataclass(frozen=True)
@@ -306,11 +309,6 @@ def _transcript(sampler: TurnSampler, outcome: AttemptOutcome, reward: float) ->
     """Messages for people: the last conversation, and how it ended."""
     end = outcome.kind if not outcome.reason else f"{outcome.kind}: {outcome.reason}"
     return [*map(dict, sampler.last_messages), {"role": "outcome", "content": end, "reward": reward}]
-
-
-PICTURES = PROMPT_PICTURES[0]
-ERROR_WINDOW = 100
-"""Number of attempts over which the share of failures is taken."""
 
 
 @dataclass(frozen=True)

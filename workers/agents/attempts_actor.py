@@ -108,8 +108,8 @@ class Environments(ServingActor):
 
         self._make_runner = make_runner
         port = config.gateway.port + spec.index if config.gateway.port else 0
-        told = advertised_host(config.gateway, ray.util.get_node_ip_address())
-        self._keys.base_url = await self._server.start(config.gateway.host, port, told)
+        host = advertised_host(config.gateway, ray.util.get_node_ip_address())
+        self._keys.base_url = await self._server.start(config.gateway.host, port, host)
         self.runner = make_runner({})
         sampling = spec.rollout.sampling
         intake = GroupIntake(

@@ -37,6 +37,15 @@ from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.user_code import find_function, import_file
 
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+BUILTIN = {
+    name: f"penstock.workers.agents.adapters.{name}"
+    for name in ("agent", "gymnasium", "textarena", "reasoning_gym", "verifiers", "tools", "mcp", "openenv")
+}
+"""Modules that register environments, by the environment's name."""
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
+
 
 @dataclass(frozen=True)
 class Task:
@@ -84,9 +93,6 @@ def _with_pictures(message: Mapping[str, Any], pictures: Iterator[Any]) -> Mappi
         return message
     parts = [{"type": "image", "image": bytes(next(pictures))} if part["type"] == "image" else part for part in content]
     return {**message, "content": parts}
-
-
-T = TypeVar("T")
 
 
 def finite(reward: Any) -> float:
@@ -200,15 +206,6 @@ class Context:
             "OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": self.api_key,
         }  # fmt: skip
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-BUILTIN = {
-    name: f"penstock.workers.agents.adapters.{name}"
-    for name in ("agent", "gymnasium", "textarena", "reasoning_gym", "verifiers", "tools", "mcp", "openenv")
-}
-"""Modules that register environments, by the environment's name."""
-ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
 
 
 class Environment(Protocol):

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.conf.errors import DataError
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.reward_result import RewardError
 from penstock.workers.reward.signatures import name_of
 from penstock.workers.runtime.async_tasks import time_limit_paused

@@ -37,6 +37,11 @@ from penstock.workers.sandbox.sandbox import Sandbox
 
 MAX_LEFT = 1000
 """Largest number of threads that hang; each costs memory, and the system's number of threads is limited too."""
+MAX_CHARACTERS = 8_000
+"""Largest number of characters that the tool `python` returns: a model pays for each of them."""
+sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
+Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
+"""Function that makes a call with the model's arguments."""
 
 
 class ToolThreads:
@@ -79,7 +84,7 @@ class ToolThreads:
             return done.result()
 
     def _leave(self, thread: threading.Thread) -> None:
-        """Ask a thread to end. A loop in Python ends by this; a wait in C goes on until it returns."""
+        """Ask a thread to end. A loop in Python ends by this; a wait in C lasts until it returns."""
         self._left.append(thread)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
@@ -91,7 +96,7 @@ def _run(function: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: "as
         value = function()
     except StopIteration as error:  # no future takes it
         failure = RuntimeError(f"{type(error).__name__}: {error}")
-    except Exception as error:  # noqa: BLE001 - whatever it is, its caller is told
+    except Exception as error:  # noqa: BLE001 - whatever it is, its caller gets it
         failure = error
     except BaseException as error:  # noqa: BLE001 - nor does it end the loop
         failure = UserCodeExit(f"{type(error).__name__}: {error}")
@@ -106,11 +111,6 @@ def _resolve(done: "asyncio.Future[Any]", value: Any, failure: Exception | None)
         done.set_exception(failure)
     else:
         done.set_result(value)
-
-
-MAX_CHARACTERS = 8_000
-"""Largest number of characters that the tool `python` returns: a model pays for each of them."""
-sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
 
 
 class DescribedFunction:
@@ -150,10 +150,6 @@ def _plain(schema: Any) -> Any:
     if isinstance(schema, Mapping):
         return {key: _plain(value) for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
     return [_plain(item) for item in schema] if isinstance(schema, list) else schema
-
-
-Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
-"""Function that makes a call with the model's arguments."""
 
 
 class Toolbox:

@@ -5,7 +5,7 @@ row. Pure.
     turn 1: prompt P A Q,        sampled B      ┘
     turn 2: prompt P' (rewritten), sampled C      segment 1:  P' C
 
-A segment is a linear sequence of tokens, in which each turn continues where the last one ended. A turn goes on with a
+A segment is a linear sequence of tokens, in which each turn continues where the last one ended. A turn continues a
 segment if its prompt begins with all tokens of it, and with the same pictures; that is decided without the messages.
 Every sampled token is trained in one segment, its turn's: where a later segment begins with it, it is context there.
 """
@@ -216,7 +216,7 @@ class TurnSegment:
     pictures: PromptPictures = NO_PICTURES
     """Pictures of all runs, and their places in `tokens`."""
 
-    def goes_on(self, turn: Turn) -> bool:
+    def is_continued_by(self, turn: Turn) -> bool:
         """Return whether the turn has read all of the segment, its pictures too, and maybe more."""
         length, count, seen = len(self.tokens), len(self.pictures.encoded), turn.pictures
         has_read = length <= len(turn.prompt_ids) and list(turn.prompt_ids[:length]) == self.tokens
@@ -232,9 +232,9 @@ def segments_of(turns: Sequence[Turn]) -> list[TurnSegment]:
     first."""
     segments: list[TurnSegment] = []
     for turn in turns:
-        going_on = [segment for segment in segments if segment.goes_on(turn)]
-        if going_on:
-            max(going_on, key=lambda segment: len(segment.tokens)).append(turn)
+        continued = [segment for segment in segments if segment.is_continued_by(turn)]
+        if continued:
+            max(continued, key=lambda segment: len(segment.tokens)).append(turn)
         else:
             segments.append(TurnSegment())
             segments[-1].append(turn)

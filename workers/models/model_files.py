@@ -34,6 +34,20 @@ TEMPLATES = "additional_chat_templates"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARDS = "model-*-of-*.safetensors"
+LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+"""Names of lengths in configurations; the smallest counts."""
+OVERRIDE = "model_max_length"
+"""Name of the one that counts alone where it is there."""
+SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Rope types whose configurations have the length after scaling: their factor is not applied to it. Linear scaling's
+is."""
+DYNAMIC = "dynamic"
+"""Rope type whose angles depend on the sequence's length. vLLM accepts sequences of `factor` times the length, but its
+table of angles ends at the length itself."""
+LONGROPE = ("su", "longrope")
 
 
 def text_files(directory: Path) -> list[str]:
@@ -104,22 +118,6 @@ def check_exported(directory: str, written: Iterable[Mapping[str, int]]) -> None
                 "DIRECTORY."
             )
     remove_weights(Path(directory), files)
-
-
-LENGTHS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
-    "max_sequence_length", "max_seq_length", "seq_len",
-)  # fmt: skip
-"""Names of lengths in configurations; the smallest counts."""
-OVERRIDE = "model_max_length"
-"""Name of the one that counts alone where it is there."""
-SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-"""Rope types whose configurations have the length after scaling: their factor is not applied to it. Linear scaling's
-is."""
-DYNAMIC = "dynamic"
-"""Rope type whose angles depend on the sequence's length. vLLM accepts sequences of `factor` times the length, but its
-table of angles ends at the length itself."""
-LONGROPE = ("su", "longrope")
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:

@@ -48,6 +48,17 @@ CHUNKS = 1
 """Service of the port for chunks of publications: `workers/weights/chain/`."""
 NODE = "node"
 """File of the root with the run's name for the node whose agent has made it."""
+LINKS = 5
+"""Service of an agent's port, a byte."""
+BYTES, END = 0, 1
+"""Kinds of frames."""
+LANES = 4
+"""Connections: relays open one for each `LANE_BYTES` of a version (`weights/chain/plan.py`), up to a few."""
+MOST_LINK_BYTES, MOST_LINK_S = 2**24, 0.5
+"""Bytes of a lane, and seconds in which they are sent: whichever ends first. 64 MiB in all."""
+FRAME_BYTES = 2**20
+LINK_DEADLINE_S = 5.0
+"""Seconds for a connection, and for each frame: a link that is slower than a frame in so long is none."""
 
 
 @dataclass(frozen=True)
@@ -196,19 +207,6 @@ class NodeAgent:
         if self.relay is None:
             return handlers
         return handlers | {CHUNKS: self.relay.serve, remote_rows.ROWS: self.rows.serve}
-
-
-LINKS = 5
-"""Service of an agent's port, a byte."""
-BYTES, END = 0, 1
-"""Kinds of frames."""
-LANES = 4
-"""Connections: relays open one for each `LANE_BYTES` of a version (`weights/chain/plan.py`), up to a few."""
-MOST_LINK_BYTES, MOST_LINK_S = 2**24, 0.5
-"""Bytes of a lane, and seconds in which they are sent: whichever ends first. 64 MiB in all."""
-FRAME_BYTES = 2**20
-LINK_DEADLINE_S = 5.0
-"""Seconds for a connection, and for each frame: a link that is slower than a frame in so long is none."""
 
 
 def serve_link(connected: socket.socket) -> None:

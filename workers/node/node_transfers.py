@@ -7,7 +7,7 @@ that fetches them checks every byte.
 
     another node: scratch, offer ─────────────────▶ driver's node: collect(set, directory, source)
 
-Files are a model, a checkpoint, a user's code: a `FileSet`, by its content, so that a node can tell whether it has the
+Files are a model, a checkpoint, a user's code: a `FileSet`, by its content, so that a node knows whether it has the
 same ones, at any path.
 
     partner's node: fetch(trainer, {rank: step}, source)        the rank's node: serve
@@ -16,7 +16,7 @@ same ones, at any path.
 
 States are in-memory checkpoints of trainers (`workers/trainer/memory_checkpoint.py`): a rank's copies on a second node,
 in case its own is lost. The same paths on both nodes, and the same two slots in turn: what was brought before stays
-whole until the next is. A rank goes on while its copy is sent. A copy that it writes over meanwhile fails its
+whole until the next is. A rank continues while its copy is sent. A copy that it writes over meanwhile fails its
 checksums, and the next step's is fetched instead.
 """
 
@@ -64,6 +64,10 @@ BLOCK_BYTES = 2**20
 """Bytes that are received, summed and written at a time."""
 CONNECT_S = 30.0
 HASHING_THREADS = 4
+STATES = 4
+"""Service of an agent's port, as `FILES`."""
+STREAMS = 4
+"""Ranks whose copies are fetched at the same time: a connection each, and a thread that sums."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class FileSet:
         return sum(file.num_bytes for file in self.files)
 
     def lies_in(self, directory: Path) -> bool:
-        """Return whether every file is there with the same content; others may lie beside them."""
+        """Return whether every file is there with the same content; more files may lie beside them."""
         try:
             if any(os.stat(directory / file.name).st_size != file.num_bytes for file in self.files):
                 return False
@@ -260,12 +264,6 @@ def _receive(connection: Connection, address: str, number: int, file: SavedFile,
 def _named(directory: Path, path: Path) -> SavedFile:
     file = saved_file(path)
     return SavedFile(path.relative_to(directory).as_posix(), file.num_bytes, file.checksum)
-
-
-STATES = 4
-"""Service of an agent's port, as `FILES`."""
-STREAMS = 4
-"""Ranks whose copies are fetched at the same time: a connection each, and a thread that sums."""
 
 
 def partners(nodes: Sequence[str], node_of_rank: Mapping[int, str]) -> dict[int, str]:

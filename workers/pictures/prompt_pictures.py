@@ -21,6 +21,14 @@ from penstock.conf.errors import DataError
 
 Range = tuple[int, int]
 """Offset of a picture's first placeholder in the expanded tokens, and the number of its placeholders."""
+KINDS = ("PNG", "JPEG")
+"""Formats that are kept as they are. Others are written as PNG, which loses nothing."""
+READ = (*KINDS, "WEBP", "GIF")
+"""Formats that are read. Others have decoders that start programs or are rarely looked at."""
+MOST_PIXELS = 2**25
+"""Most pixels of a picture, by its head: more than any model reads, and a tenth of a second's work."""
+PNG = b"\x89PNG"
+"""First bytes of a PNG."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +105,6 @@ def check_ranges(ids: Sequence[int], ranges: Sequence[Range], placeholder: int, 
             f"{total} placeholders (token {placeholder}) in a prompt whose pictures have {num_placed} features. Its "
             "tokens were cut, expanded twice, or lost a picture."
         )
-
-
-KINDS = ("PNG", "JPEG")
-"""Formats that are kept as they are. Others are written as PNG, which loses nothing."""
-READ = (*KINDS, "WEBP", "GIF")
-"""Formats that are read. Others have decoders that start programs or are rarely looked at."""
-MOST_PIXELS = 2**25
-"""Most pixels of a picture, by its head: more than any model reads, and a tenth of a second's work."""
-PNG = b"\x89PNG"
-"""First bytes of a PNG."""
 
 
 def encoded(data: bytes, *, reads_pixels: bool = True) -> bytes:

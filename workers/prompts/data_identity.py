@@ -1,6 +1,6 @@
 """The identity of a run's data, and that of a problem.
 
-    checkpoint ─ cursor, identity ─▶ the data of now ─▶ the same, or only grown: the cursor goes on
+    checkpoint ─ cursor, identity ─▶ the data of now ─▶ the same, or only grown: the cursor is kept
                                                      ─▶ other rows, another order: `data.on_change` says what then
 
 Rows are known by 64 blocks of them, and files by their size besides: not by their place, which may be another.
@@ -12,7 +12,7 @@ Held-out problems are kept out of the training, for every data source and enviro
 
 A problem is what the model is asked: two rows with the same conversation and pictures are the same one, whatever else
 they hold, as text or as messages, and with any system message before it. `data.prompt_template` is part of it: where
-the parts of a mixture have others than the held-out rows, the same question is another problem. A task of an
+the parts of a mixture have another one than the held-out rows, the same question is another problem. A task of an
 environment is identified by its data, or by its own `Task.problem`.
 """
 
@@ -30,6 +30,9 @@ from penstock.conf.errors import DataError
 from penstock.workers.prompts.dataset_row import DataPart, DatasetRow, PromptDataset
 
 BLOCKS, BLOCK_ROWS = 64, 16
+MOST_LEFT_OUT = 0.5
+"""Largest share of the rows to train on that may be held out. With more, what is left is no longer the data that was
+asked for."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,6 @@ def _plain(value: Any) -> Any:
         return str(value)
     data = value.tobytes() if hasattr(value, "tobytes") else value  # pictures and arrays
     return hashlib.sha256(data).hexdigest() if isinstance(data, bytes) else type(value).__name__
-
-
-MOST_LEFT_OUT = 0.5
-"""Largest share of the rows to train on that may be held out. With more, what is left is no longer the data that was
-asked for."""
 
 
 class HeldOutProblems:

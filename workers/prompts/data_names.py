@@ -1,6 +1,6 @@
 """What the name in `data.path` or `evaluation.path` means: files, a dataset of the hub, or a split.
 
-It takes no package to tell, so that a configuration is loaded at once.
+This needs no package, so that a configuration is loaded at once.
 """
 
 import glob

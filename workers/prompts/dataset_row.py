@@ -76,10 +76,6 @@ class DatasetRow:
         return replace(self, prompt=text, messages=messages)
 
 
-class NoAnswer(DataError):
-    """The error for a row without what its use needs; the row is skipped instead with `data.no_answer=skip`."""
-
-
 @dataclass(frozen=True)
 class RowNeeds:
     """What the use of a dataset's rows needs of each."""
@@ -101,34 +97,26 @@ class RowNeeds:
             fields["rejected"] = "rejected"
         return cls(fields, vars(data.columns), data.no_answer == "skip")
 
-    def check(self, row: DatasetRow) -> None:
-        """Raise `NoAnswer` for a row that lacks something."""
-        for field_name, column in self.fields.items():
-            if getattr(row, field_name) is not None:
-                continue
-            what = {"answer": "answer, which the reward asks for", "rejected": "rejected response"}.get(
-                field_name, "demonstration"
-            )
-            name = self.columns[column]
-            if name is None:
-                raise NoAnswer(f"{row.where}: no {what}: data.columns.{column}=null. Name its column.")
-            if name.partition(".")[0] not in row.extra:
-                hint = suggest(name, row.extra)
-                raise NoAnswer(f"{row.where}: no {what}: no column {name!r}{hint} Set data.columns.{column}.")
-            raise NoAnswer(
-                f"{row.where}: no {what}: column {name!r} (data.columns.{column}) is null or NaN. Give the row one, or "
-                "set data.no_answer=skip to leave such rows out."
-            )
-
     def lacks(self, row: DatasetRow) -> bool:
-        """Return whether a row is left out because it lacks something. Raises `NoAnswer` where it is not to be."""
-        try:
-            self.check(row)
-        except NoAnswer:
-            if not self.skips:
-                raise
-            return True
-        return False
+        """Return whether a row is left out because it lacks something. Raises `DataError` where it is not to be."""
+        lacking = next((field for field in self.fields if getattr(row, field) is None), None)
+        if lacking is not None and not self.skips:
+            raise self._error(row, lacking)
+        return lacking is not None
+
+    def _error(self, row: DatasetRow, lacking: str) -> DataError:
+        whats = {"answer": "answer, which the reward asks for", "rejected": "rejected response"}
+        what, key = whats.get(lacking, "demonstration"), self.fields[lacking]
+        name = self.columns[key]
+        if name is None:
+            return DataError(f"{row.where}: no {what}: data.columns.{key}=null. Name its column.")
+        if name.partition(".")[0] not in row.extra:
+            hint = suggest(name, row.extra)
+            return DataError(f"{row.where}: no {what}: no column {name!r}{hint} Set data.columns.{key}.")
+        return DataError(
+            f"{row.where}: no {what}: column {name!r} (data.columns.{key}) is null or NaN. Give the row one, or set "
+            "data.no_answer=skip to leave such rows out."
+        )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def open_source(
 ) -> PromptSource:
     """Open the groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
 
-    `rows_are`: "prompts", "tasks", "demonstrations" or "preferences". `start`: the place where a resumed run goes on.
+    `rows_are`: "prompts", "tasks", "demonstrations" or "preferences". `start`: the place where a resumed run continues.
     `picture_digest`: of the processor that the run has; None: any. `needs_answer`: the reward needs each prompt's
     answer.
     Raises `DataError`, `ConfigError` or `ModelError`.

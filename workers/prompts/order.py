@@ -27,6 +27,12 @@ from penstock.conf.errors import DataError, suggest
 from penstock.store.ledger.outcomes import MOST_KNOWN, Outcome
 from penstock.workers.prompts.dataset_row import DatasetRow
 
+ROW = "row"
+REMEMBERED_STATES = 64
+"""Steps that drawing can go back by without beginning at the start."""
+MOST_SHOWN = 12
+"""Levels whose numbers are metrics."""
+
 
 @dataclass(frozen=True)
 class PromptCursor:
@@ -122,13 +128,6 @@ class PromptOrder:
         return epoch_order(num_rows, self.seed, epoch, self.shuffle)
 
 
-ROW = "row"
-REMEMBERED_STATES = 64
-"""Steps that drawing can go back by without beginning at the start."""
-MOST_SHOWN = 12
-"""Levels whose numbers are metrics."""
-
-
 class Level(NamedTuple):
     """The rewards of a level's groups so far, the newest ones weigh most."""
 
@@ -170,7 +169,7 @@ class Curriculum:
         self, config: CurriculumConfig, seed: int, groups_per_step: int, lag: int, start: CurriculumState | None = None
     ) -> None:
         """`lag`: groups before those of a step whose outcomes it does not wait for: they may have ended, or not.
-        `start`: where a resumed run goes on."""
+        `start`: where a resumed run continues."""
         self._config, self._seed, self._step, self._lag = config, seed, groups_per_step, lag
         start = start or CurriculumState()
         self._start_group = start.counted + len(start.drawn)
@@ -249,7 +248,7 @@ class Curriculum:
         return self._states[0][0] <= group
 
     def state_before(self, group: int) -> CurriculumState:
-        """The state in which a run goes on with this group, which is remembered, and was drawn or is the next."""
+        """The state in which a run continues with this group, which is remembered, and was drawn or is the next."""
         state = next(state for first, state in reversed(self._states) if first <= group)
         return replace(state, drawn=tuple(self._levels[one] for one in range(state.counted, group)))
 

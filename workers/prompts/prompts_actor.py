@@ -22,7 +22,7 @@ class Prompts(ServingActor):
         needs_answer: bool = False,
     ) -> None:
         """`rows_are`: "prompts", "tasks", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where
-        the tokenizer is. `start`: the place where a resumed run goes on. `picture_digest`: of the processor of the
+        the tokenizer is. `start`: the place where a resumed run continues. `picture_digest`: of the processor of the
         run's pictures. `needs_answer`: the reward needs each prompt's answer."""
         super().__init__("Prompts")
         self._groups_per_step = config.trainer.groups_per_step
@@ -41,7 +41,7 @@ class Prompts(ServingActor):
         await self._source.run(store, self._groups_per_step)
 
     async def start_after(self, num_groups: int) -> PromptStart:
-        """The place where a run goes on whose store has had so many groups (`StoreClient.cut`)."""
+        """The place where a run continues whose store has had so many groups (`StoreClient.cut`)."""
         assert self._source is not None
         return self._source.start_after(num_groups)
 

@@ -55,6 +55,17 @@ _ESCAPES = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 """Escapes of JSON that may stand for what is no text: a NUL, or half of a surrogate pair."""
 _LONE = re.compile("[\ud800-\udfff]")
 T = TypeVar("T")
+PARQUET_REVISION = "refs/convert/parquet"
+JSON_LIST = "a JSON list"
+BEGINNINGS = {
+    b"PAR1": PARQUET, b"ARROW1": ARROW, b"\xff\xff\xff\xff": ARROW, b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bz2",
+}  # fmt: skip
+"""What files of these formats and compressions begin with. Others are text."""
+ABOUT = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""Names of files that `datasets` writes beside the rows."""
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Usual names of splits."""
 
 
 class RawRows:
@@ -82,7 +93,7 @@ class RawRows:
         return f"{self.name} row {index}"
 
 
-class JsonLines(RawRows):
+class JsonLineRows(RawRows):
     """Objects of a file, one a line, found by byte offset and parsed when they are asked for. Blank lines count as
     lines but not as rows.
 
@@ -123,7 +134,7 @@ class JsonLines(RawRows):
             _decoded(line, self.where(index))
 
 
-class JsonList(RawRows):
+class JsonListRows(RawRows):
     """Objects of a file that holds one list of them."""
 
     def __init__(self, data: bytes, name: str, folder: Path = Path()) -> None:
@@ -314,19 +325,6 @@ class PythonRows(RawRows):
         if not isinstance(row, dict):
             raise DataError(f"{self.where(index)}: {type(row).__name__}, where a dict with named columns is due.")
         return row
-
-
-PARQUET_REVISION = "refs/convert/parquet"
-JSON_LIST = "a JSON list"
-BEGINNINGS = {
-    b"PAR1": PARQUET, b"ARROW1": ARROW, b"\xff\xff\xff\xff": ARROW, b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bz2",
-}  # fmt: skip
-"""What files of these formats and compressions begin with. Others are text."""
-ABOUT = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-"""Names of files that `datasets` writes beside the rows."""
-SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Usual names of splits."""
 
 
 @dataclass(frozen=True)
@@ -550,10 +548,10 @@ def _open(file: DataFile, folder: Path, texts: Collection[str]) -> "RawRows | pa
         source = _decompressed(source, form, place)
         form = _format_of(source, place)
     if form == JSON:
-        return JsonLines(source, place, folder)
+        return JsonLineRows(source, place, folder)
     with source:
         if form == JSON_LIST:
-            return JsonList(source.read(), place, folder)
+            return JsonListRows(source.read(), place, folder)
         try:
             native = pa.PythonFile(source) if is_compressed else pa.memory_map(str(file.path))
             return _table(native, form, place, texts)

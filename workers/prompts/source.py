@@ -2,7 +2,7 @@
 
     dataset ─ row ─▶ PromptEncoder ─ prompt_ids, task ─▶ store (whose credits say when)
 
-The controller starts `run`, which ends when the store closes. It goes on exactly after the groups that the store has,
+The controller starts `run`, which ends when the store closes. It continues exactly after the groups that the store has,
 even if another source put them. `cursor_after` is for checkpoints.
 """
 
@@ -32,7 +32,7 @@ served."""
 
 @dataclass(frozen=True)
 class PromptStart:
-    """The place where a resumed run goes on."""
+    """The place where a resumed run continues."""
 
     cursor: PromptCursor = field(default_factory=PromptCursor)
     """Cursor before group `first_group`."""
@@ -59,7 +59,7 @@ class DrawState:
 
 class PromptSource:
     """Groups in a fixed order, from a start on, epoch after epoch. The store admits groups in the order drawn, so after
-    n admissions since the run's start a resumed run goes on at `start_after(n)`."""
+    n admissions since the run's start a resumed run continues at `start_after(n)`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PromptSource:
         return self._drawn[num_groups - first].cursor
 
     def start_after(self, num_groups: int) -> PromptStart:
-        """The place where a run goes on whose store has had the first `num_groups` groups. Groups that are not drawn
+        """The place where a run continues whose store has had the first `num_groups` groups. Groups that are not drawn
         yet were put by another source; and a store that replaces another has had fewer."""
         if not self._drawn[0].num_groups <= num_groups <= self._drawn[-1].num_groups:
             self.go_to(num_groups)
@@ -152,7 +152,7 @@ class PromptSource:
         """Keep the store supplied until it closes. The store takes groups as credits allow, so this mostly waits. From
         now on the groups come from this source alone, beginning with the first that the store has not had."""
         had = await store.become_source()
-        while had - self._drawn[-1].num_groups > PASSED_AT_ONCE:  # others may ask meanwhile
+        while had - self._drawn[-1].num_groups > PASSED_AT_ONCE:  # other calls may come meanwhile
             if not await self._load_outcomes(store, self.num_drawn + PASSED_AT_ONCE):
                 return
             self._skip_groups(PASSED_AT_ONCE)

@@ -74,7 +74,7 @@ class EncodedPrompt:
     pictures: PromptPictures | None = None
     """Its pictures, of which there may be none; None in a run of text."""
     opens_thinking: bool = False
-    """True if it has begun the thinking that the response goes on with."""
+    """True if it has begun the thinking that the response continues."""
 
     def columns(self) -> dict[str, Any]:
         """The columns of a group that has this prompt."""

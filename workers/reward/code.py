@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.conf.environment import SandboxConfig
 from penstock.conf.errors import ConfigError, suggest
-from penstock.workers.reward.registry import reward
+from penstock.workers.reward.reward_registry import reward
 from penstock.workers.sandbox.execution import CallResult, Failed, Limits, Value, same
 from penstock.workers.sandbox.sandbox import BlockingSandbox
 
@@ -85,7 +85,7 @@ def warm(options: Mapping[str, Any]) -> None:
 
 def last_block(response: str, languages: tuple[str, ...]) -> str:
     """The last block of a response that is fenced by ``` and labelled with one of the languages; else the whole text.
-    A block that is not closed goes on to the end."""
+    A block that is not closed extends to the end."""
     blocks = [text for label, text in FENCE.findall(response) if label.lower() in languages]
     return blocks[-1] if blocks else response
 

@@ -32,7 +32,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from penstock.workers.problems import verify
-from penstock.workers.reward.registry import reward
+from penstock.workers.reward.reward_registry import reward
 
 ANSWER_MARK = "####"
 MOST_CHARACTERS = 200

@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.workers.reward.registry import reward
+from penstock.workers.reward.reward_registry import reward
 
 KEPT_ANSWERS = 65_536
 """Number of verdicts that a process remembers; the oldest are dropped first."""
@@ -60,6 +60,9 @@ _PLAIN = str.maketrans({"*": "", "`": "", "#": "", "~": "", "_": " ", "−": "-"
 _HIGHEST = r"max(?:imum)?\.?(?:\s+possible)?(?:\s+(?:score|rating|grade|mark|point)s?)?(?:\s+of|\s+is)?\s*[:=]?"
 FRACTIONS = ("/", "of")
 _JSON = json.JSONDecoder(parse_int=float, strict=False)
+KEY = "OPENAI_API_KEY"
+MAX_REQUESTS = 16
+"""Number of requests of a reward process at once."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def _bare(text: str) -> Any:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """JSON objects in a text, without those inside of others."""
+    """JSON objects in a text, without nested ones."""
     start = text.find("{")
     while start >= 0:
         end = start + 1
@@ -248,11 +251,6 @@ def _without_scale(text: str, low: float, high: float) -> str:
 
 def _written(bound: float) -> str:
     return rf"{re.escape(f'{bound:g}')}(?:\.0+)?(?!\w|[.,]\d)"
-
-
-KEY = "OPENAI_API_KEY"
-MAX_REQUESTS = 16
-"""Number of requests of a reward process at once."""
 
 
 @dataclass

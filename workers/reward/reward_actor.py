@@ -6,8 +6,8 @@ from typing import Any
 
 from penstock.conf.reward import RewardConfig
 from penstock.metering.ray_export import Origin, exported
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.reward_result import RewardResult, ScoringPool
 from penstock.workers.reward.reward_worker import REWARD, RewardStage, RewardWorker
 from penstock.workers.runtime.serving import Progress, ServingActor

@@ -5,7 +5,7 @@ It talks over one socket, so that the reward's own output goes to the log and ne
     pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ready or refused
     pool ─▶ ("score", responses, task JSON strings)        child ─▶ score or error of each sample, metrics, done
 
-The pool's messages are pickles, which tell their own end, the child's are what `result.py` says.
+The pool's messages are pickles, which say where they end; the child's are those of `reward_result.py`.
 
 `order` tells the pool which sample to blame when the process ends or hangs. "sequential": results come in the order of
 the samples, so it is the first one without a result. "together": the samples share one call, so it may be any.
@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from penstock.conf.errors import PenstockError
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.reward_result import (
     MAX_NAME,
     RewardError,

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, PenstockError, WorkerDied, how_ended
 from penstock.conf.reward import RewardConfig
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.reward_result import (
     MAX_BYTES,
     BadMessageError,
@@ -39,6 +39,11 @@ T = TypeVar("T")
 GRACE_S = 0.25
 """Seconds after the deadline for async rewards, which are timed in the child; the process is killed if even that does
 not answer."""
+Item = tuple[int, Any, str]
+"""Position in the call, response, task as JSON."""
+MOST_LOGGED = 100
+"""Largest number of metrics that a function may log."""
+Results = asyncio.Queue[tuple[int, RewardResult] | BaseException]
 
 
 class RewardProcess:
@@ -168,13 +173,6 @@ class RewardProcess:
                 return how_ended(code)
             await asyncio.sleep(0.01)
         return "it closed its connection"
-
-
-Item = tuple[int, Any, str]
-"""Position in the call, response, task as JSON."""
-MOST_LOGGED = 100
-"""Largest number of metrics that a function may log."""
-Results = asyncio.Queue[tuple[int, RewardResult] | BaseException]
 
 
 class RewardPool(ScoringPool):

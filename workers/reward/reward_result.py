@@ -1,5 +1,5 @@
-"""The result of scoring one sample: a `Reward`, a `RewardError` that says why there is none, or None for a sample that
-the function does not count.
+"""The result of scoring one sample: a `RewardValue`, a `RewardError` that says why there is none, or None for a sample
+that the function does not count.
 
 `reward_child.py` makes it in a process of the pool, `reward_pool.py` carries it, `reward_worker.py` counts and reports
 it. A process reports it to its pool by messages: short lines of JSON, checked before they are used.
@@ -61,21 +61,21 @@ class RewardError:
         return cls("raised", f"{type(error).__name__}: {bounded(message, MAX_TEXT * 3 // 4)}{where}")
 
 
-class Reward(float):
+class RewardValue(float):
     """A reward, a finite number."""
 
     accuracy: float | None = None
     """How right the sample is, from 0 to 1, where the function says so: verl's `acc`."""
 
     @classmethod
-    def of(cls, value: float, accuracy: float | None) -> "Reward":
+    def of(cls, value: float, accuracy: float | None) -> "RewardValue":
         reward = cls(value)
         reward.accuracy = accuracy
         return reward
 
 
 RewardResult = float | RewardError | None
-"""A float is mostly a `Reward`; None: the function does not count the sample."""
+"""A float is mostly a `RewardValue`; None: the function does not count the sample."""
 LoggedValue = tuple[str, float]
 """A metric that a function has logged: its name and a value."""
 
@@ -120,7 +120,7 @@ def bounded(text: str, max_characters: int = MAX_TEXT) -> str:
     return cut.encode(errors="replace").decode()
 
 
-def as_score(value: Any) -> Reward | RewardError:
+def as_score(value: Any) -> RewardValue | RewardError:
     """Convert a function's value for one sample to a reward, or to the error that says why it cannot be one.
 
     Takes int, float, bool, 0-dimensional arrays and tensors, and mappings with a "score" and, as they may have, "acc"
@@ -128,13 +128,13 @@ def as_score(value: Any) -> Reward | RewardError:
     """
     if not isinstance(value, Mapping):
         number = _number(value)
-        return number if isinstance(number, RewardError) else Reward(number)
+        return number if isinstance(number, RewardError) else RewardValue(number)
     if "score" not in value:
         return RewardError("bad_value", f'returned a dict without "score"; its keys: {sorted(map(str, value))}.')
     score, accuracy = _number(value["score"]), None if value.get("acc") is None else _number(value["acc"])
     if isinstance(score, RewardError):
         return score
-    return accuracy if isinstance(accuracy, RewardError) else Reward.of(score, accuracy)
+    return accuracy if isinstance(accuracy, RewardError) else RewardValue.of(score, accuracy)
 
 
 def _number(value: Any) -> float | RewardError:
@@ -194,7 +194,7 @@ def result_of(line: bytes, due: Container[int]) -> tuple[int, RewardResult] | Lo
     ended. Raises `BadMessageError`."""
     match _parsed(line):
         case ["score", int(index), float(score), float() | None as accuracy] if index in due and math.isfinite(score):
-            return index, Reward.of(score, accuracy)
+            return index, RewardValue.of(score, accuracy)
         case ["none", int(index)] if index in due:
             return index, None
         case ["metric", str(name), float(value)] if math.isfinite(value):

@@ -23,6 +23,30 @@ from penstock.algorithms.graph.columns import OPENS_THINKING, TASK_MESSAGES
 from penstock.conf.errors import ConfigError, suggest
 from penstock.workers.models.tokenizer import split_thinking
 
+Function = Callable[..., Any]
+Parameters = dict[str, inspect.Parameter]
+TaskColumns = dict[str, Any]
+HELP = (
+    "A reward takes (response, task) or (response, answer); or, as TRL, (prompts, completions, **columns); "
+    "or, as verl, (data_source, solution_str, ground_truth, extra_info=None)."
+)
+Provided = dict[str, Callable[[Any, TaskColumns], Any]]
+"""Arguments of a function that scores one sample, by parameter: from the response and the task."""
+LogMetric = Callable[[str, float], None]
+"""TRL's `log_metric`: the name of a metric and a value of it."""
+OWN: Provided = {
+    "response": lambda response, task: response,
+    "task": lambda response, task: task,
+    "answer": lambda response, task: task.get("answer"),
+    "prompt": lambda response, task: task.get("prompt"),
+}
+VERL: Provided = {
+    "data_source": lambda response, task: task.get("data_source", ""),
+    "solution_str": lambda response, task: response,
+    "ground_truth": lambda response, task: task.get("answer"),
+    "extra_info": lambda response, task: task.get("extra_info", task),
+}
+
 
 @dataclass(frozen=True)
 class Response:
@@ -62,32 +86,6 @@ def text_of(response: Any) -> Any:
 def answer_of(response: Any) -> Any:
     """The answer of a response; an environment's as it is."""
     return response.answer if isinstance(response, Response) else response
-
-
-Function = Callable[..., Any]
-Parameters = dict[str, inspect.Parameter]
-TaskColumns = dict[str, Any]
-
-HELP = (
-    "A reward takes (response, task) or (response, answer); or, as TRL, (prompts, completions, **columns); "
-    "or, as verl, (data_source, solution_str, ground_truth, extra_info=None)."
-)
-Provided = dict[str, Callable[[Any, TaskColumns], Any]]
-"""Arguments of a function that scores one sample, by parameter: from the response and the task."""
-LogMetric = Callable[[str, float], None]
-"""TRL's `log_metric`: the name of a metric and a value of it."""
-OWN: Provided = {
-    "response": lambda response, task: response,
-    "task": lambda response, task: task,
-    "answer": lambda response, task: task.get("answer"),
-    "prompt": lambda response, task: task.get("prompt"),
-}
-VERL: Provided = {
-    "data_source": lambda response, task: task.get("data_source", ""),
-    "solution_str": lambda response, task: response,
-    "ground_truth": lambda response, task: task.get("answer"),
-    "extra_info": lambda response, task: task.get("extra_info", task),
-}
 
 
 @dataclass(frozen=True)

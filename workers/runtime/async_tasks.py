@@ -15,6 +15,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+T = TypeVar("T")
+_IS_USERS = ContextVar("is_users", default=False)
+"""True in a task that runs a user's code."""
+_BUDGETS: ContextVar[tuple["TimeBudget", ...]] = ContextVar("budgets", default=())
+"""Times that a task runs in: of an attempt, say, and of a tool that it calls."""
+
 
 async def run_all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all calls; returns when all have returned. The first failure is raised, once the others are cancelled and
@@ -61,14 +67,6 @@ class BusyClock:
 
     def seconds(self) -> float:
         return self._total + (time.monotonic() - self._since if self._open else 0.0)
-
-
-T = TypeVar("T")
-
-_IS_USERS = ContextVar("is_users", default=False)
-"""True in a task that runs a user's code."""
-_BUDGETS: ContextVar[tuple["TimeBudget", ...]] = ContextVar("budgets", default=())
-"""Times that a task runs in: of an attempt, say, and of a tool that it calls."""
 
 
 class UserCodeExit(Exception):

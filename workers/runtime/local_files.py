@@ -36,6 +36,9 @@ from penstock.store.data import durable
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 Spans = Sequence[tuple[int, int]]
 """Ranges of bytes, first and last-plus-one, in order, that do not overlap."""
+BLOCK_BYTES = 2**22
+"""Bytes that are copied, summed and written to the disk at a time: enough for the disk's full rate, and little enough
+for a cache."""
 
 
 @contextlib.contextmanager
@@ -58,8 +61,8 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def staged_directory(target: Path) -> Iterator[Path]:
-    """Yield a new directory to write to within the block. At its end what is there comes into `target`, beside what
-    that has already, and survives a power cut; nothing comes if the block fails."""
+    """Yield a new directory to write to within the block. At its end its files come into `target`, beside those
+    there already, and survive a power cut; nothing comes if the block fails."""
     is_there = target.is_dir()
     part = target / ".new.part" if is_there else part_of(target)
     shutil.rmtree(part, ignore_errors=True)
@@ -103,7 +106,7 @@ class FreeSpace:
             self._free_bytes = shutil.disk_usage(existing).free
 
     def shortage_text(self, advice: str) -> str:
-        """Text to add to the error where little space may be the cause: others want some of it as well."""
+        """Text to add to the error where little space may be the cause: other processes take some as well."""
         if self._free_bytes is None or self._free_bytes > 2 * self._needed_bytes:
             return ""
         return f". Its part alone needs {self._needed_bytes:,} bytes, and {self._free_bytes:,} were free. {advice}"
@@ -150,11 +153,6 @@ def reserve(file: Path, num_bytes: int, spans: Spans | None = None, leave_bytes:
 def _shortage(file: Path, needed_bytes: int) -> Shortage:
     usage = shutil.disk_usage(file.parent)
     return Shortage(needed_bytes, usage.free, usage.total)
-
-
-BLOCK_BYTES = 2**22
-"""Bytes that are copied, summed and written to the disk at a time: enough for the disk's full rate, and little enough
-for a cache."""
 
 
 class DirectWriter:

@@ -47,6 +47,7 @@ QUIET_S = 0.3
 
 _files: dict[Path, TextIO] = {}
 """Files of this process: `faulthandler` wants its file open."""
+SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,6 @@ def _status(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.Error:
         return "gone"
-
-
-SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def cpu_entry(key: str) -> str:

@@ -186,7 +186,7 @@ def exists(place: str) -> bool:
 def file_fault(directory: str, file: SavedFile, check_wanted: Callable[[], None] = lambda: None) -> str | None:
     """The fault of a file that ought to lie in a directory or URL, read to its end, as half a sentence; None: nothing.
     `check_wanted`: called now and then; what it raises ends the reading. Raises `CheckpointError` if that cannot be
-    told."""
+    found out."""
     place = f"{directory}/{file.name}"
     try:
         below(Path(), file.name)

@@ -28,64 +28,6 @@ ANSWER_S = 5.0
 RUNNING = Path("/run/systemd/system")
 """Directory that exists where systemd runs (sd_booted(3))."""
 MANAGER = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
-
-
-def is_offered() -> bool:
-    return RUNNING.is_dir()
-
-
-def around(pid: int, memory_bytes: int, num_processes: int, top: Path) -> Path:
-    """Make a scope with this process in it; return its directory. `top`: where version 2 is mounted. Raises
-    `OSError`."""
-    busctl = shutil.which("busctl")
-    if not is_offered() or busctl is None:
-        raise OSError("there is no systemd to ask for a scope")
-    name = f"penstock-sandbox-{os.getpid()}-{pid}.scope"
-    try:
-        asked = subprocess.run(
-            [busctl, *request(name, pid, memory_bytes, num_processes)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=ANSWER_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise OSError(f"systemd did not answer for {ANSWER_S:g} s") from None
-    if asked.returncode != 0:
-        raise OSError(f"systemd made no scope: {asked.stderr.strip()[:200]}")
-    return _entered(pid, name, top)
-
-
-def request(name: str, pid: int, memory_bytes: int, num_processes: int) -> list[str]:
-    """Arguments of busctl. A call names the types of its arguments first, and each property its own."""
-    properties = [
-        ("PIDs", "au", "1", str(pid)),
-        ("MemoryMax", "t", str(memory_bytes)),
-        ("MemorySwapMax", "t", "0"),
-        ("TasksMax", "t", str(num_processes)),
-        ("CPUAccounting", "b", "true"),
-        ("CollectMode", "s", "inactive-or-failed"),
-    ]
-    words = [word for entry in properties for word in entry]
-    whose = "--system" if os.geteuid() == 0 else "--user"
-    call = ["StartTransientUnit", "ssa(sv)a(sa(sv))", name, "fail", str(len(properties)), *words, "0"]
-    return [whose, "--quiet", "call", *MANAGER, *call]
-
-
-def _entered(pid: int, name: str, top: Path) -> Path:
-    """Wait until the process is in its scope; return the directory. The answer of systemd is a job, and the process is
-    there when that is done."""
-    deadline = time.monotonic() + ANSWER_S
-    while time.monotonic() < deadline:
-        with suppress(FileNotFoundError):
-            for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-                directory = Path(f"{top}{line.partition('::')[2]}")
-                if directory.name == name and (directory / "memory.max").exists():
-                    return directory
-        time.sleep(0.01)
-    raise OSError(f"systemd has put no process into {name}, or gives it no memory to divide")
-
-
 NAME = "penstock-sandbox"
 KEEPER_BYTES = 32 * MIB
 KEEPER_PROCESSES = 4
@@ -93,6 +35,24 @@ REMOVE_S = 10.0
 """Seconds for killed processes to be gone; a group that still has some cannot be removed. They need a turn on a
 processor for that, which comes at once unless the machine is very busy."""
 CONTROLLERS = {"memory", "pids"}
+COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
+"""Entries of `smaps_rollup` that are counted. A page that several processes have counts for each in part. Pages of
+files are the system's."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+STATE, UTIME, STARTED = 0, 11, 19
+"""Indices of fields in /proc/PID/stat after the program's name. After UTIME come system time, and both of children that
+were waited for."""
+DEAD = "X"
+"""State of a process that is being waited for: from here on its time may be its parent's already."""
+DEFAULT_BUFFER_BYTES = 212_992
+BUFFERS_HELD = 3
+"""Most data that a socket holds, in sizes of its buffer: it takes a message as long as its buffer is not full, however
+large that is, and the kernel may take twice the pages of one as large as the buffer (2.6 in all have been seen)."""
+Process = tuple[int, int]
+"""A process id, and when it started: another process may get the id later."""
+Times = tuple[float, float]
+"""Seconds of a process itself, and of children that it has waited for, with those that these have waited for."""
 
 
 class Cgroup:
@@ -129,13 +89,13 @@ class Cgroup:
             raise OSError("no hierarchy of control groups is mounted here")
         place, top = own
         refused: list[str] = []
-        for parent in parents(place, top, is_offered()):
+        for parent in parents(place, top, has_systemd()):
             try:
                 return _of_version_2(parent, *bounds)
             except OSError as error:
                 refused.append(str(error))
         try:
-            return cls([around(pid, *bounds, top)], 2, is_own=False)
+            return cls([make_scope(pid, *bounds, top)], 2, is_own=False)
         except OSError as error:
             raise OSError("; ".join([*refused, str(error)])) from None
 
@@ -278,7 +238,7 @@ def _pid_namespace() -> int:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove groups of processes that are gone, of this PID namespace: those of others are not seen from here."""
+    """Remove groups of processes that are gone, of this PID namespace: those of other ones cannot be seen."""
     for directory in parent.glob(f"{NAME}-{_pid_namespace()}-*"):
         owner = directory.name.split("-")[3]
         if not Path(f"/proc/{owner}").exists():
@@ -302,25 +262,60 @@ def _removed(directory: Path) -> bool:
     return True
 
 
-COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
-"""Entries of `smaps_rollup` that are counted. A page that several processes have counts for each in part. Pages of
-files are the system's."""
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-STATE, UTIME, STARTED = 0, 11, 19
-"""Indices of fields in /proc/PID/stat after the program's name. After UTIME come system time, and both of children that
-were waited for."""
-DEAD = "X"
-"""State of a process that is being waited for: from here on its time may be its parent's already."""
-DEFAULT_BUFFER_BYTES = 212_992
-BUFFERS_HELD = 3
-"""Most data that a socket holds, in sizes of its buffer: it takes a message as long as its buffer is not full, however
-large that is, and the kernel may take twice the pages of one as large as the buffer (2.6 in all have been seen)."""
+def has_systemd() -> bool:
+    return RUNNING.is_dir()
 
-Process = tuple[int, int]
-"""A process id, and when it started: another process may get the id later."""
-Times = tuple[float, float]
-"""Seconds of a process itself, and of children that it has waited for, with those that these have waited for."""
+
+def make_scope(pid: int, memory_bytes: int, num_processes: int, top: Path) -> Path:
+    """Make a scope with this process in it; return its directory. `top`: where version 2 is mounted. Raises
+    `OSError`."""
+    busctl = shutil.which("busctl")
+    if not has_systemd() or busctl is None:
+        raise OSError("there is no systemd to ask for a scope")
+    name = f"penstock-sandbox-{os.getpid()}-{pid}.scope"
+    try:
+        asked = subprocess.run(
+            [busctl, *scope_request(name, pid, memory_bytes, num_processes)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"systemd did not answer for {ANSWER_S:g} s") from None
+    if asked.returncode != 0:
+        raise OSError(f"systemd made no scope: {asked.stderr.strip()[:200]}")
+    return wait_in_scope(pid, name, top)
+
+
+def scope_request(name: str, pid: int, memory_bytes: int, num_processes: int) -> list[str]:
+    """Arguments of busctl. A call names the types of its arguments first, and each property its own."""
+    properties = [
+        ("PIDs", "au", "1", str(pid)),
+        ("MemoryMax", "t", str(memory_bytes)),
+        ("MemorySwapMax", "t", "0"),
+        ("TasksMax", "t", str(num_processes)),
+        ("CPUAccounting", "b", "true"),
+        ("CollectMode", "s", "inactive-or-failed"),
+    ]
+    words = [word for entry in properties for word in entry]
+    whose = "--system" if os.geteuid() == 0 else "--user"
+    call = ["StartTransientUnit", "ssa(sv)a(sa(sv))", name, "fail", str(len(properties)), *words, "0"]
+    return [whose, "--quiet", "call", *MANAGER, *call]
+
+
+def wait_in_scope(pid: int, name: str, top: Path) -> Path:
+    """Wait until the process is in its scope; return the directory. The answer of systemd is a job, and the process is
+    there when that is done."""
+    deadline = time.monotonic() + ANSWER_S
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError):
+            for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+                directory = Path(f"{top}{line.partition('::')[2]}")
+                if directory.name == name and (directory / "memory.max").exists():
+                    return directory
+        time.sleep(0.01)
+    raise OSError(f"systemd has put no process into {name}, or gives it no memory to divide")
 
 
 class UsageWatch:
@@ -390,7 +385,7 @@ def memory_of(pid: int) -> int:
     space: it may have caused that itself, and a container without `CAP_SYS_PTRACE` refuses it for all."""
     process = Path(f"/proc/{pid}")
     with suppress(FileNotFoundError, ProcessLookupError):
-        for place in (process, *process.glob("task/*")):  # where the first thread has ended, another tells
+        for place in (process, *process.glob("task/*")):  # where the first thread has ended, another has them
             with suppress(ProcessLookupError):
                 return _memory_in(place)
     return 0

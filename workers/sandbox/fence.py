@@ -43,6 +43,88 @@ and what a machine's owner has put into /usr/local, /usr/share and /usr/src."""
 SYSTEM = (*(f"/usr/{part}" for part in PARTS), "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
+MACHINES = ("x86_64", "aarch64")
+ORDINARY = """
+    read=0/63 write=1/64 open=2/- openat=257/56 openat2=437/437 close=3/57 close_range=436/436 creat=85/- lseek=8/62
+    pread64=17/67 pwrite64=18/68 readv=19/65 writev=20/66 preadv=295/69 pwritev=296/70 preadv2=327/286
+    pwritev2=328/287 stat=4/- fstat=5/80 lstat=6/- newfstatat=262/79 statx=332/291 access=21/- faccessat=269/48
+    faccessat2=439/439 readlink=89/- readlinkat=267/78 getdents=78/- getdents64=217/61 getcwd=79/17 chdir=80/49
+    fchdir=81/50 mkdir=83/- mkdirat=258/34 rmdir=84/- unlink=87/- unlinkat=263/35 rename=82/- renameat=264/38
+    renameat2=316/276 link=86/- linkat=265/37 symlink=88/- symlinkat=266/36 chmod=90/- fchmod=91/52 fchmodat=268/53
+    umask=95/166 truncate=76/45 ftruncate=77/46 fallocate=285/47 fadvise64=221/223 fsync=74/82 fdatasync=75/83
+    sync_file_range=277/84 dup=32/23 dup2=33/- dup3=292/24 pipe=22/- pipe2=293/59
+    sendfile=40/71 copy_file_range=326/285 statfs=137/43 fstatfs=138/44 utime=132/- utimes=235/- utimensat=280/88
+    futimesat=261/- getxattr=191/8 lgetxattr=192/9 fgetxattr=193/10 listxattr=194/11 llistxattr=195/12
+    flistxattr=196/13
+
+    brk=12/214 munmap=11/215 mprotect=10/226 mremap=25/216 madvise=28/233 mincore=27/232 msync=26/227
+    mlock=149/228 munlock=150/229 membarrier=324/283 pkey_alloc=330/289 pkey_free=331/290 pkey_mprotect=329/288
+
+    fork=57/- vfork=58/- execve=59/221 exit=60/93 exit_group=231/94 wait4=61/260 waitid=247/95 kill=62/129
+    tkill=200/130 tgkill=234/131 getpid=39/172 getppid=110/173 gettid=186/178 getpgrp=111/- getpgid=121/155
+    setpgid=109/154 getsid=124/156 setsid=112/157 set_tid_address=218/96 set_robust_list=273/99 get_robust_list=274/100
+    rseq=334/293 arch_prctl=158/- getuid=102/174 geteuid=107/175 getgid=104/176 getegid=108/177
+    getresuid=118/148 getresgid=120/150 getgroups=115/158 capget=125/90 pidfd_open=434/434 pidfd_send_signal=424/424
+
+    sched_yield=24/124 sched_getaffinity=204/123 sched_setaffinity=203/122 sched_getparam=143/121
+    sched_getscheduler=145/120 sched_get_priority_max=146/125 sched_get_priority_min=147/126
+    sched_rr_get_interval=148/127 getpriority=140/141 setpriority=141/140 getcpu=309/168 getrusage=98/165
+    getrlimit=97/163 setrlimit=160/164 prlimit64=302/261 times=100/153 sysinfo=99/179 uname=63/160 getrandom=318/278
+
+    futex=202/98 futex_waitv=449/449 nanosleep=35/101 clock_nanosleep=230/115 clock_gettime=228/113
+    clock_getres=229/114 gettimeofday=96/169 time=201/- alarm=37/- pause=34/- getitimer=36/102 setitimer=38/103
+    timer_create=222/107 timer_settime=223/110 timer_gettime=224/108 timer_getoverrun=225/109 timer_delete=226/111
+    poll=7/- ppoll=271/73 select=23/- pselect6=270/72 epoll_create=213/- epoll_create1=291/20 epoll_ctl=233/21
+    epoll_wait=232/- epoll_pwait=281/22 epoll_pwait2=441/441 eventfd=284/- eventfd2=290/19 timerfd_create=283/85
+    timerfd_settime=286/86 timerfd_gettime=287/87 signalfd=282/- signalfd4=289/74 restart_syscall=219/128
+
+    rt_sigaction=13/134 rt_sigprocmask=14/135 rt_sigreturn=15/139 rt_sigpending=127/136 rt_sigtimedwait=128/137
+    rt_sigqueueinfo=129/138 rt_sigsuspend=130/133 rt_tgsigqueueinfo=297/240 sigaltstack=131/132
+
+    shutdown=48/210 sendto=44/206 recvfrom=45/207 getsockname=51/204 getpeername=52/205 getsockopt=55/209
+"""
+"""Calls that are allowed, as NAME=NUMBER ON x86_64/NUMBER ON aarch64; "-": not there."""
+BY_ARGUMENT: dict[str, tuple[int, tuple[int, ...]]] = {
+    # AF_UNIX; pairs of other families reach parts of the kernel that no program here needs.
+    "socketpair=53/199": (0, (1,)),
+    # Copies, flags, record locks (SQLite needs them) and sizes of pipes. No leases and no notices (F_SETLEASE,
+    # F_NOTIFY): those are about files that others open. No hints (F_SET_RW_HINT): those stay with the file.
+    "fcntl=72/25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)),
+    # Whether there is a terminal (TCGETS, TIOCGPGRP, TIOCGWINSZ, TCGETS2), what waits in a buffer (TIOCOUTQ, FIONREAD),
+    # FIONBIO, FIONCLEX, FIOCLEX, and FICLONE, which copies a file. Not those of sockets (0x89xx, 0x8Bxx): they are
+    # about networks, and have the kernel load modules.
+    "ioctl=16/29": (1, (0x5401, 0x540F, 0x5413, 0x802C542A, 0x5411, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)),
+    # SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER, SO_RCVTIMEO, SO_SNDTIMEO. No filters (SO_ATTACH_FILTER, SO_ATTACH_BPF),
+    # which are programs in the kernel; no other buffer (SO_SNDBUF), by whose size `cgroup.py` counts.
+    "setsockopt=54/208": (2, (2, 9, 13, 20, 21)),
+    # Death signals, names, timer slack, reaping, PR_SET_VMA, and questions. Not PR_SET_DUMPABLE, which hides a process
+    # from who measures it; nor PR_SET_SECCOMP, whose programs the kernel frees late; nor PR_SCHED_CORE.
+    "prctl=157/167": (0, (1, 2, 3, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 0x53564D41)),
+}
+"""Calls that are allowed with some values of one argument only: its index, and the values."""
+CLONE = "clone=56/220"
+"""The call `clone`, which is allowed without the flags that make namespaces."""
+CLONE3 = "clone3=435/435"
+"""The call `clone3`, whose flags are behind a pointer, where no filter sees them. It is reported as missing: then libc
+takes `clone`."""
+MMAP = "mmap=9/222"
+"""The call `mmap`. Huge pages are refused: they are a pool of the machine's that neither cgroups nor the watch count.
+Shared memory without a file (`MAP_SHARED | MAP_ANONYMOUS`) is refused where no cgroup counts it: a process that has
+written to it can leave it, and then its size is not seen any more."""
+OF_THE_KEEPER = "mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212"
+"""Calls that only the program that keeps the fence needs, between executions."""
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+"""Offsets in `struct seccomp_data`. `ARGUMENTS` is that of the lower half of an argument: both machines are
+little-endian."""
+ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+"""Actions for a call, from linux/seccomp.h. `FAIL` takes the error number in its lower half."""
+NAMESPACE_FLAGS = 0x7E020000
+"""Flags of all namespaces: `CLONE_NEWNS`, `NEWCGROUP`, `NEWUTS`, `NEWIPC`, `NEWUSER`, `NEWPID` and `NEWNET`
+together."""
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
+LINE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -168,92 +250,6 @@ def above(path: Path) -> Iterator[str]:
     """Arguments for the directories above a path, which every user may search."""
     for parent in reversed(path.parents[:-1]):
         yield from ("--perms", "0755", "--dir", str(parent))
-
-
-MACHINES = ("x86_64", "aarch64")
-ORDINARY = """
-    read=0/63 write=1/64 open=2/- openat=257/56 openat2=437/437 close=3/57 close_range=436/436 creat=85/- lseek=8/62
-    pread64=17/67 pwrite64=18/68 readv=19/65 writev=20/66 preadv=295/69 pwritev=296/70 preadv2=327/286
-    pwritev2=328/287 stat=4/- fstat=5/80 lstat=6/- newfstatat=262/79 statx=332/291 access=21/- faccessat=269/48
-    faccessat2=439/439 readlink=89/- readlinkat=267/78 getdents=78/- getdents64=217/61 getcwd=79/17 chdir=80/49
-    fchdir=81/50 mkdir=83/- mkdirat=258/34 rmdir=84/- unlink=87/- unlinkat=263/35 rename=82/- renameat=264/38
-    renameat2=316/276 link=86/- linkat=265/37 symlink=88/- symlinkat=266/36 chmod=90/- fchmod=91/52 fchmodat=268/53
-    umask=95/166 truncate=76/45 ftruncate=77/46 fallocate=285/47 fadvise64=221/223 fsync=74/82 fdatasync=75/83
-    sync_file_range=277/84 dup=32/23 dup2=33/- dup3=292/24 pipe=22/- pipe2=293/59
-    sendfile=40/71 copy_file_range=326/285 statfs=137/43 fstatfs=138/44 utime=132/- utimes=235/- utimensat=280/88
-    futimesat=261/- getxattr=191/8 lgetxattr=192/9 fgetxattr=193/10 listxattr=194/11 llistxattr=195/12
-    flistxattr=196/13
-
-    brk=12/214 munmap=11/215 mprotect=10/226 mremap=25/216 madvise=28/233 mincore=27/232 msync=26/227
-    mlock=149/228 munlock=150/229 membarrier=324/283 pkey_alloc=330/289 pkey_free=331/290 pkey_mprotect=329/288
-
-    fork=57/- vfork=58/- execve=59/221 exit=60/93 exit_group=231/94 wait4=61/260 waitid=247/95 kill=62/129
-    tkill=200/130 tgkill=234/131 getpid=39/172 getppid=110/173 gettid=186/178 getpgrp=111/- getpgid=121/155
-    setpgid=109/154 getsid=124/156 setsid=112/157 set_tid_address=218/96 set_robust_list=273/99 get_robust_list=274/100
-    rseq=334/293 arch_prctl=158/- getuid=102/174 geteuid=107/175 getgid=104/176 getegid=108/177
-    getresuid=118/148 getresgid=120/150 getgroups=115/158 capget=125/90 pidfd_open=434/434 pidfd_send_signal=424/424
-
-    sched_yield=24/124 sched_getaffinity=204/123 sched_setaffinity=203/122 sched_getparam=143/121
-    sched_getscheduler=145/120 sched_get_priority_max=146/125 sched_get_priority_min=147/126
-    sched_rr_get_interval=148/127 getpriority=140/141 setpriority=141/140 getcpu=309/168 getrusage=98/165
-    getrlimit=97/163 setrlimit=160/164 prlimit64=302/261 times=100/153 sysinfo=99/179 uname=63/160 getrandom=318/278
-
-    futex=202/98 futex_waitv=449/449 nanosleep=35/101 clock_nanosleep=230/115 clock_gettime=228/113
-    clock_getres=229/114 gettimeofday=96/169 time=201/- alarm=37/- pause=34/- getitimer=36/102 setitimer=38/103
-    timer_create=222/107 timer_settime=223/110 timer_gettime=224/108 timer_getoverrun=225/109 timer_delete=226/111
-    poll=7/- ppoll=271/73 select=23/- pselect6=270/72 epoll_create=213/- epoll_create1=291/20 epoll_ctl=233/21
-    epoll_wait=232/- epoll_pwait=281/22 epoll_pwait2=441/441 eventfd=284/- eventfd2=290/19 timerfd_create=283/85
-    timerfd_settime=286/86 timerfd_gettime=287/87 signalfd=282/- signalfd4=289/74 restart_syscall=219/128
-
-    rt_sigaction=13/134 rt_sigprocmask=14/135 rt_sigreturn=15/139 rt_sigpending=127/136 rt_sigtimedwait=128/137
-    rt_sigqueueinfo=129/138 rt_sigsuspend=130/133 rt_tgsigqueueinfo=297/240 sigaltstack=131/132
-
-    shutdown=48/210 sendto=44/206 recvfrom=45/207 getsockname=51/204 getpeername=52/205 getsockopt=55/209
-"""
-"""Calls that are allowed, as NAME=NUMBER ON x86_64/NUMBER ON aarch64; "-": not there."""
-BY_ARGUMENT: dict[str, tuple[int, tuple[int, ...]]] = {
-    # AF_UNIX; pairs of other families reach parts of the kernel that no program here needs.
-    "socketpair=53/199": (0, (1,)),
-    # Copies, flags, record locks (SQLite needs them) and sizes of pipes. No leases and no notices (F_SETLEASE,
-    # F_NOTIFY): those are about files that others open. No hints (F_SET_RW_HINT): those stay with the file.
-    "fcntl=72/25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)),
-    # Whether there is a terminal (TCGETS, TIOCGPGRP, TIOCGWINSZ, TCGETS2), what waits in a buffer (TIOCOUTQ, FIONREAD),
-    # FIONBIO, FIONCLEX, FIOCLEX, and FICLONE, which copies a file. Not those of sockets (0x89xx, 0x8Bxx): they are
-    # about networks, and have the kernel load modules.
-    "ioctl=16/29": (1, (0x5401, 0x540F, 0x5413, 0x802C542A, 0x5411, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)),
-    # SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER, SO_RCVTIMEO, SO_SNDTIMEO. No filters (SO_ATTACH_FILTER, SO_ATTACH_BPF),
-    # which are programs in the kernel; no other buffer (SO_SNDBUF), by whose size `cgroup.py` counts.
-    "setsockopt=54/208": (2, (2, 9, 13, 20, 21)),
-    # Death signals, names, timer slack, reaping, PR_SET_VMA, and questions. Not PR_SET_DUMPABLE, which hides a process
-    # from who measures it; nor PR_SET_SECCOMP, whose programs the kernel frees late; nor PR_SCHED_CORE.
-    "prctl=157/167": (0, (1, 2, 3, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 0x53564D41)),
-}
-"""Calls that are allowed with some values of one argument only: its index, and the values."""
-CLONE = "clone=56/220"
-"""The call `clone`, which is allowed without the flags that make namespaces."""
-CLONE3 = "clone3=435/435"
-"""The call `clone3`, whose flags are behind a pointer, where no filter sees them. It is reported as missing: then libc
-takes `clone`."""
-MMAP = "mmap=9/222"
-"""The call `mmap`. Huge pages are refused: they are a pool of the machine's that neither cgroups nor the watch count.
-Shared memory without a file (`MAP_SHARED | MAP_ANONYMOUS`) is refused where no cgroup counts it: a process that has
-written to it can leave it, and then its size is not seen any more."""
-OF_THE_KEEPER = "mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212"
-"""Calls that only the program that keeps the fence needs, between executions."""
-
-
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
-"""Offsets in `struct seccomp_data`. `ARGUMENTS` is that of the lower half of an argument: both machines are
-little-endian."""
-ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
-"""Actions for a call, from linux/seccomp.h. `FAIL` takes the error number in its lower half."""
-NAMESPACE_FLAGS = 0x7E020000
-"""Flags of all namespaces: `CLONE_NEWNS`, `NEWCGROUP`, `NEWUTS`, `NEWIPC`, `NEWUSER`, `NEWPID` and `NEWNET`
-together."""
-MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
-LINE_BYTES = 8
 
 
 def seccomp_program(machine: str, *, keeper: bool, is_counted: bool = True) -> bytes:

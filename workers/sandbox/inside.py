@@ -190,18 +190,18 @@ def run_calls(request: dict[str, Any]) -> int:
     """Run calls and write a line of JSON for each: ["value", DATA], or a kind and a text that say why there is none."""
     problem, module = attempt(execute, request["source"], "candidate")
     if problem is not None:
-        tell("unready", problem)
+        report("unready", problem)
         return 1
     for arguments in request["calls"]:
         problem, value = attempt(called, module, request["function"], arguments)
         if problem is not None:
-            tell("raised", problem)
+            report("raised", problem)
             continue
         problem, line = attempt(packed, value)
         if problem is None:
             write(line)
         else:
-            tell("not_data", problem)
+            report("not_data", problem)
     return 0
 
 
@@ -243,7 +243,7 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}"[:MAX_TEXT]
 
 
-def tell(kind: str, text: str) -> None:
+def report(kind: str, text: str) -> None:
     write(json.dumps([kind, text]))
 
 
@@ -264,7 +264,7 @@ def guarded(call: Callable[[], Any]) -> int:
         return 1
     except BaseException as error:  # noqa: BLE001 - the code is a model's
         if isinstance(error, MemoryError):
-            tell("memory", "MemoryError")
+            report("memory", "MemoryError")
         show(error)
         return 1
     return 0
@@ -315,14 +315,14 @@ def guard_devices(devices: list[str]) -> None:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     del sys.argv[1:]
     os.environ.clear()
-    control = _socket.socket(fileno=told["control"])
-    os.set_inheritable(told["control"], False)
-    guard_devices(told["devices"])
-    keeper = Keeper(control, told["limits"], told["programs"])
-    if told["rehearse"]:
+    control = _socket.socket(fileno=options["control"])
+    os.set_inheritable(options["control"], False)
+    guard_devices(options["devices"])
+    keeper = Keeper(control, options["limits"], options["programs"])
+    if options["rehearse"]:
         rehearse()
     gc.collect()
     gc.freeze()  # else the collector of a fork writes to these objects, and their pages are copied

@@ -37,10 +37,26 @@ from penstock.workers.sandbox.execution import (
     reason_of,
     results_of,
 )
-from penstock.workers.sandbox.fence import DEVICES, FencePrograms
+from penstock.workers.sandbox.fence import DEVICES, NAMESPACES, FencePrograms
 from penstock.workers.sandbox.sandbox_worker import FenceWorker
 
 _LOG = logging.getLogger("penstock")
+HIDDEN = (
+    *("/proc/1", "/proc/self", "/sys/kernel", "/dev/kmsg", "/dev/mem", "/home", "/var", "/run", "/etc/passwd"),
+    *("/usr/share/doc", "/usr/src", "/usr/include"),
+)
+SEEN_BYTES = 8 * MIB
+WAITING = f"import time\nkept = bytearray({SEEN_BYTES})\nkept[::4096] = kept[::4096]\ntime.sleep(1e6)"
+LOOK_S = 0.01
+SEEN_S = 10.0
+"""Seconds for the watch to see the process; it does at the first look on a machine that is not busy."""
+WORDS = {
+    "seen": "sees",
+    "written": "can write to",
+    "left_over": "begins with files in /tmp:",
+    "connected": "can connect to",
+    "granted": "may call",
+}
 
 
 class Sandbox:
@@ -227,18 +243,6 @@ def checked_here(all_limits: Iterable[Limits]) -> str:
     return f"tried from inside, and no hole found; {'; '.join(dict.fromkeys(enforced))}"
 
 
-NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup", "mnt")
-HIDDEN = (
-    *("/proc/1", "/proc/self", "/sys/kernel", "/dev/kmsg", "/dev/mem", "/home", "/var", "/run", "/etc/passwd"),
-    *("/usr/share/doc", "/usr/src", "/usr/include"),
-)
-SEEN_BYTES = 8 * MIB
-WAITING = f"import time\nkept = bytearray({SEEN_BYTES})\nkept[::4096] = kept[::4096]\ntime.sleep(1e6)"
-LOOK_S = 0.01
-SEEN_S = 10.0
-"""Seconds for the watch to see the process; it does at the first look on a machine that is not busy."""
-
-
 async def check(worker: FenceWorker, machine: FencePrograms) -> None:
     """Check a fence. Raises `SandboxUnavailable` with every hole that is found."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory, socket.socket(socket.AF_UNIX) as listener:
@@ -315,20 +319,11 @@ def holes(facts: Mapping[str, Any], limits: Limits) -> list[str]:
     return found + (["the user inside is root"] if facts["uid"] == 0 else [])
 
 
-WORDS = {
-    "seen": "sees",
-    "written": "can write to",
-    "left_over": "begins with files in /tmp:",
-    "connected": "can connect to",
-    "granted": "may call",
-}
-
-
 def shared_namespaces(keeper: int) -> list[str]:
     """Namespaces of this process that a process inside is in too, as far as /proc tells."""
     found = []
     with suppress(PermissionError):
-        for name in NAMESPACES:
+        for name in (*NAMESPACES, "mnt"):
             if os.readlink(f"/proc/{keeper}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}"):
                 found.append(f"its {name} namespace is this one")
     return found

@@ -62,7 +62,7 @@ class FenceWorker:
         self.without_cgroup = ""
         """The reason why there is no control group."""
         self.num_executions = 0
-        self._told: asyncio.Future[None] | None = None
+        self._readiness: asyncio.Future[None] | None = None
         """Future that is resolved when the keeper sends something; `execute` waits for it."""
         self.is_open = True
 
@@ -116,10 +116,10 @@ class FenceWorker:
         started = time.perf_counter()
         with ExitStack() as files:
             outputs = [_file(files) for _ in range(3)]
-            told = _file(files, json.dumps(request).encode(), sealed=True)
+            asked = _file(files, json.dumps(request).encode(), sealed=True)
             typed = _file(files, stdin, sealed=True)
             is_over = False
-            passed = [typed, outputs[0], outputs[1], told, outputs[2]]
+            passed = [typed, outputs[0], outputs[1], asked, outputs[2]]
             try:
                 socket.send_fds(self.control, [repr(wall_s).encode()], passed)
                 facts, is_over = await self.ended(wall_s + GRACE_S, meter)
@@ -138,9 +138,9 @@ class FenceWorker:
         if not self.is_open:
             return
         self.is_open = False
-        if self._told is not None and not self._told.done():
-            self._told.get_loop().remove_reader(self.control)
-            self._told.set_exception(ConnectionError("the fence is taken down"))
+        if self._readiness is not None and not self._readiness.done():
+            self._readiness.get_loop().remove_reader(self.control)
+            self._readiness.set_exception(ConnectionError("the fence is taken down"))
         self.control.close()  # at this the keeper ends, and what it runs with it
         if self.handle >= 0:
             with suppress(ProcessLookupError):
@@ -208,10 +208,10 @@ class FenceWorker:
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
-        told = self._told = loop.create_future()
-        loop.add_reader(self.control, _resolve, told)
+        readable = self._readiness = loop.create_future()
+        loop.add_reader(self.control, _resolve, readable)
         try:
-            await told
+            await readable
         finally:
             if self.is_open:
                 loop.remove_reader(self.control)
@@ -279,10 +279,10 @@ def _inner(control: int, limits: Limits, rehearse: bool) -> list[str]:
         kind: seccomp_program(platform.machine(), keeper=False, is_counted=kind == "counted").hex()
         for kind in ("counted", "uncounted")
     }
-    told = json.dumps(
+    options = json.dumps(
         {"control": control, "limits": asdict(limits), "programs": programs, "devices": DEVICES, "rehearse": rehearse}
     )
-    return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), told]
+    return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), options]
 
 
 def _file(files: ExitStack, content: bytes = b"", sealed: bool = False) -> int:

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from penstock.conf.errors import ConfigError, DataError
-from penstock.workers.pictures.families import FAMILIES
-from penstock.workers.pictures.processor import PictureProcessor, hash_of, rgb_image, size_of
+from penstock.workers.pictures.processor import FAMILIES, PictureProcessor, hash_of, rgb_image, size_of
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from tests.vision_models import END, IMAGE, START, VIDEO, build_vision_model, picture
 

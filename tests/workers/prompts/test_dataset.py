@@ -46,9 +46,9 @@ def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
     dataset = opened(str(tmp_path / "a.jsonl"))
     assert len(dataset) == 2
     needs = RowNeeds.of(DataConfig(), "prompts", answer=True)
-    needs.check(dataset.row(0))
+    assert not needs.lacks(dataset.row(0))
     with pytest.raises(DataError, match=r"a\.jsonl line 4: no answer, which the reward asks for: no column 'answer'"):
-        needs.check(dataset.row(1))
+        needs.lacks(dataset.row(1))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from trl.rewards import accuracy_reward, think_format_reward
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.dataset_row import NoAnswer, PromptDataset, RowNeeds
+from penstock.workers.prompts.dataset_row import PromptDataset, RowNeeds
 from penstock.workers.prompts.opening import check_prompts, encoder_of
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
-from penstock.workers.reward.registry import needs_answer
+from penstock.workers.reward.reward_registry import needs_answer
 from tests.workers.prompts.test_source import Characters, make_config
 
 ROWS = [
@@ -57,7 +57,7 @@ def test_null_and_nan_are_no_answer_and_no_text(path: Path) -> None:
 
 
 def test_a_row_without_an_answer_is_named_where_the_reward_needs_one(path: Path) -> None:
-    with pytest.raises(NoAnswer, match=r"(line 2|row 1): no answer.*data\.columns\.answer.*data\.no_answer=skip"):
+    with pytest.raises(DataError, match=r"(line 2|row 1): no answer.*data\.columns\.answer.*data\.no_answer=skip"):
         source(path).next_groups(4)
     assert len(source(path, needs=False).next_groups(4)) == 4
 
@@ -73,15 +73,15 @@ def test_such_rows_may_be_left_out_and_are_counted(path: Path) -> None:
 
 
 def test_a_row_without_a_demonstration_is_named_or_left_out(path: Path) -> None:
-    with pytest.raises(NoAnswer, match=r"(line 2|row 1): no demonstration.*data\.columns\.answer"):
+    with pytest.raises(DataError, match=r"(line 2|row 1): no demonstration.*data\.columns\.answer"):
         source(path, rows_are="demonstrations", needs=False).next_groups(4)
     columns = ColumnsConfig(response="said")
-    with pytest.raises(NoAnswer, match=r"(line 2|row 1): no demonstration.*data\.columns\.response"):
+    with pytest.raises(DataError, match=r"(line 2|row 1): no demonstration.*data\.columns\.response"):
         source(path, rows_are="demonstrations", needs=False, columns=columns).next_groups(4)
     one = source(path, rows_are="demonstrations", columns=columns, no_answer="skip")
     assert [group["response_text"] for group in one.next_groups(4)] == ["two", "four", "five"]
     pairs = source(path, rows_are="preferences", columns=ColumnsConfig(response="question", rejected="said"))
-    with pytest.raises(NoAnswer, match=r"(line 2|row 1): no rejected response.*data\.columns\.rejected"):
+    with pytest.raises(DataError, match=r"(line 2|row 1): no rejected response.*data\.columns\.rejected"):
         pairs.next_groups(4)
 
 
@@ -95,13 +95,13 @@ def test_all_rows_that_are_read_are_counted_before_anything_starts(path: Path) -
 
     assert (report(False).unanswered, report(False).left_out) == (2, 0)
     assert (report(True, no_answer="skip").unanswered, report(True, no_answer="skip").left_out) == (2, 2)
-    with pytest.raises(NoAnswer, match=r"line 2|row 1"):
+    with pytest.raises(DataError, match=r"line 2|row 1"):
         report(True)
     assert report(False, columns=ColumnsConfig(answer=None)).unanswered == 0
 
 
 def test_a_reward_that_needs_an_answer_asks_for_its_column(path: Path) -> None:
-    with pytest.raises(NoAnswer, match=r"data\.columns\.answer=null"):
+    with pytest.raises(DataError, match=r"data\.columns\.answer=null"):
         source(path, columns=ColumnsConfig(answer=None)).next_groups(1)
 
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from penstock.conf.reward import RewardConfig
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_registry import RewardSpec
 from tests.virtual_time import put_forward, run_ahead
 
 PATIENCE_S = 60.0

@@ -13,7 +13,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.run import RunConfig
 from penstock.workers.reward import judge as judges
 from penstock.workers.reward.judge import KEY, MAX_REQUESTS, judge
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.reward_registry import RewardSpec
 
 
 class Server:

@@ -90,7 +90,7 @@ def test_children_die_with_their_parent_even_while_they_hang(behaviours):
     program = f"""
 import asyncio, os
 from penstock.workers.reward.reward_pool import RewardPool
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.reward_registry import RewardSpec
 async def main():
     pool = RewardPool(RewardSpec.of({behaviours + ":plain"!r}), timeout_s=60)
     await pool.start()

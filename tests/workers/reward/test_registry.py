@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.reward.registry import REWARDS, RewardSpec, find_reward, reward
+from penstock.workers.reward.reward_registry import REWARDS, RewardSpec, find_reward, reward
 from penstock.workers.user_code import InlineValue
 
 
@@ -80,7 +80,7 @@ def test_callables_travel_by_value():
 
 
 def test_registered_functions_of_the_user_travel_by_value(monkeypatch):
-    monkeypatch.setattr("penstock.workers.reward.registry.REWARDS", dict(REWARDS))
+    monkeypatch.setattr("penstock.workers.reward.reward_registry.REWARDS", dict(REWARDS))
 
     @reward("mine_for_a_test")
     def score(response, task):
@@ -92,9 +92,9 @@ def test_registered_functions_of_the_user_travel_by_value(monkeypatch):
 
 
 def test_imported_files_register_their_rewards_in_every_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.workers.reward.registry.REWARDS", dict(REWARDS))
+    monkeypatch.setattr("penstock.workers.reward.reward_registry.REWARDS", dict(REWARDS))
     text = "def score(response, task):\n    return 8.0\n"
-    head = "from penstock.workers.reward.registry import reward\n@reward('of_a_file')\n"
+    head = "from penstock.workers.reward.reward_registry import reward\n@reward('of_a_file')\n"
     (tmp_path / "mine.py").write_text(head + text)
     spec = RewardSpec.of("of_a_file", imports=(f"{tmp_path}/mine.py",))
     assert not isinstance(spec.function, InlineValue)

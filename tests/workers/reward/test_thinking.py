@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.signatures import Response, with_task
 from tests.workers.reward.test_trl_rewards import scored
 

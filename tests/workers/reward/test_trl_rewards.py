@@ -8,8 +8,8 @@ import pytest
 import trl.rewards
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_child import BatchScorer
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.reward_result import RewardError
 from penstock.workers.reward.signatures import Caller, Response, RewardFunction, adapt, with_task
 

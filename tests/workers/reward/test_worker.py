@@ -15,8 +15,8 @@ from penstock.metering.meters import Meters
 from penstock.store.client.store_client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.reward_pool import RewardPool
+from penstock.workers.reward.reward_registry import RewardSpec
 from penstock.workers.reward.reward_result import RewardError
 from penstock.workers.reward.reward_worker import RewardWorker
 from penstock.workers.runtime.serving import ErrorShare

@@ -179,7 +179,7 @@ def systemd(tree, tmp_path, monkeypatch):
 def test_systemd_is_asked_for_a_scope_where_no_group_may_be_made(systemd, tree, monkeypatch):
     told = systemd("")
     made = tree.group("user.slice/penstock.scope")
-    monkeypatch.setattr(cgroup, "_entered", lambda pid, name, top: made)
+    monkeypatch.setattr(cgroup, "wait_in_scope", lambda pid, name, top: made)
     group = Cgroup.around(4711, LIMITS)
     assert group.directories == [made]
     assert (made / "cgroup.procs").read_text() == "", "systemd has put the process there"

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.store.data.rows import Rows
-from penstock.workers.pictures.families import FAMILIES
-from penstock.workers.pictures.processor import Features
+from penstock.workers.pictures.processor import FAMILIES, Features
 from penstock.workers.trainer.models.vision import PictureCache
 from penstock.workers.trainer.update.picture_places import Picture, num_tokens
 

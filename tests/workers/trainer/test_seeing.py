@@ -17,8 +17,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DataError
 from penstock.conf.trainer import LoraConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.pictures.families import FAMILIES
-from penstock.workers.pictures.processor import PictureProcessor
+from penstock.workers.pictures.processor import FAMILIES, PictureProcessor
 from penstock.workers.trainer.models import vision
 from penstock.workers.trainer.models.vision import FrozenTower
 from tests.rank_processes import ROOT

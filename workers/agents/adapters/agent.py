@@ -63,9 +63,9 @@ class Agent:
 
     async def run(self, task: Task, ctx: Context) -> None:
         if self._function is not None:
-            told = {**row_of(task), "task": dict(task.data), "base_url": ctx.base_url, "api_key": ctx.api_key}
+            given = {**row_of(task), "task": dict(task.data), "base_url": ctx.base_url, "api_key": ctx.api_key}
             taken = inspect.signature(self._function).parameters
-            answer = await self._ask_function({name: value for name, value in told.items() if name in taken})
+            answer = await self._ask_function({name: value for name, value in given.items() if name in taken})
         else:
             answer = await self._ask_command(task, ctx)
         if self._scoring is None:
@@ -85,9 +85,9 @@ class Agent:
         return await self._threads.call(partial(function, **arguments))  # until the attempt's time is over
 
     async def _ask_command(self, task: Task, ctx: Context) -> str:
-        told = {**self._environment(), **ctx.describe()}
+        env = {**self._environment(), **ctx.describe()}
         own = [host] if (host := urlsplit(ctx.base_url).hostname) else []
-        child = await Child.start(self._command, told | no_proxy_variables(told, own))
+        child = await Child.start(self._command, env | no_proxy_variables(env, own))
         try:
             output = await child.answer(json.dumps(row_of(task), default=str).encode(), MAX_OUTPUT)
             if child.exit_code:

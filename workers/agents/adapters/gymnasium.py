@@ -132,12 +132,12 @@ class Gymnasium:
                 if action is None or not made.action_space.contains(action):
                     ctx.count("no_action")
                     ctx.reward(-self._options.penalty, turn=turn)
-                    told = f"That is no action. Actions: {', '.join(self._names)}."
+                    text = f"That is no action. Actions: {', '.join(self._names)}."
                 else:
                     observation, reward, terminated, truncated, _ = await self._call(made.step, action)
                     ctx.reward(float(reward), turn=turn)
-                    is_over, told = terminated or truncated, self._text(made, observation)
-                messages += [turn.message, {"role": "user", "content": told}]
+                    is_over, text = terminated or truncated, self._text(made, observation)
+                messages += [turn.message, {"role": "user", "content": text}]
         finally:
             await self._call(made.close)
 

@@ -28,6 +28,9 @@ from penstock.workers.agents.environment import Context, Task, environment
 from penstock.workers.agents.toolbox import DescribedFunction, as_text
 from penstock.workers.runtime.async_tasks import silence_failure
 
+COMMAND = ("command", "args", "env")
+"""Options of a server of one's own."""
+
 
 @dataclass(frozen=True)
 class McpAddress:
@@ -308,10 +311,6 @@ async def _all_tools(client: Any) -> list[Any]:
 def _described(server: McpServer, tool: Any) -> McpTool:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return McpTool(server, tool.name, {"type": "function", "function": function})
-
-
-COMMAND = ("command", "args", "env")
-"""Options of a server of one's own."""
 
 
 @environment("mcp")

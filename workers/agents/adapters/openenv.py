@@ -77,16 +77,16 @@ class OpenEnvSession:
             await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
             text = await asyncio.wait_for(self._socket.recv(), self._timeout_s)
             answer = json.loads(text)
-            told: dict[str, Any] = answer["data"]
+            reply: dict[str, Any] = answer["data"]
         except TimeoutError:
             raise InfrastructureError(f"{self._url}: no answer to {kind} within {self._timeout_s:g} s") from None
         except (ConnectionClosed, OSError, ValueError, KeyError, TypeError) as error:
             raise InfrastructureError(f"{self._url}: {kind}: {type(error).__name__}: {error}") from None
         if answer.get("type") == "observation":
-            return told
-        if kind == "step" and told.get("code") == INVALID:
+            return reply
+        if kind == "step" and reply.get("code") == INVALID:
             return None
-        raise InfrastructureError(f"{self._url}: {kind}: {told.get('code')}: {told.get('message')}")
+        raise InfrastructureError(f"{self._url}: {kind}: {reply.get('code')}: {reply.get('message')}")
 
     async def close(self) -> None:
         if self._socket is not None:
@@ -129,11 +129,11 @@ class OpenEnv:
         session = OpenEnvSession(self._url, self._options.timeout_s)
         try:
             await session.connected()
-            told = await session.ask("reset", {"seed": task.seed, **self._options.reset})
-            assert told is not None
-            text = self._options.prompt.replace("{observation}", self._describe(told.get("observation") or {}))
+            result = await session.ask("reset", {"seed": task.seed, **self._options.reset})
+            assert result is not None
+            text = self._options.prompt.replace("{observation}", self._describe(result.get("observation") or {}))
             messages: list[Message] = [{"role": "user", "content": text}]
-            while not told.get("done"):
+            while not result.get("done"):
                 turn = await ctx.sample(messages)
                 action = self._act(turn.answer)
                 answer = None if action is None else await session.ask("step", action)
@@ -142,9 +142,9 @@ class OpenEnv:
                     ctx.reward(-self._options.penalty, turn=turn)
                     text = "That is no action."
                 else:
-                    told = answer
-                    ctx.reward(float(told.get("reward") or 0.0), turn=turn)
-                    text = self._describe(told.get("observation") or {})
+                    result = answer
+                    ctx.reward(float(result.get("reward") or 0.0), turn=turn)
+                    text = self._describe(result.get("observation") or {})
                 messages += [turn.message, {"role": "user", "content": text}]
         finally:
             await session.close()

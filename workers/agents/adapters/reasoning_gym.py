@@ -1,4 +1,4 @@
-"""Problems of `reasoning_gym` in several attempts: the policy is told that it was wrong, and tries again.
+"""Problems of `reasoning_gym` in several attempts: the policy learns that it was wrong, and tries again.
 
 One attempt alone is `data.source=reasoning_gym`, without an environment.
 """
@@ -63,8 +63,8 @@ class ReasoningGym:
             if score >= 1 or number == self._attempts - 1:
                 ctx.reward(score * self._discount**number, turn=turn)
                 return
-            told = self._feedback.replace("{score}", f"{score:.2f}")
-            messages += [turn.message, {"role": "user", "content": told}]
+            feedback = self._feedback.replace("{score}", f"{score:.2f}")
+            messages += [turn.message, {"role": "user", "content": feedback}]
 
     async def aclose(self) -> None:
         await self._scoring.aclose()

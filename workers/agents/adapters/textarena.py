@@ -1,6 +1,6 @@
 """Two-player games of `textarena`: the policy plays one seat, which is trained; an opponent the other.
 
-what the game has told the player since its last move ─▶ sample, or the opponent ─▶ step ─▶ … ─▶ rewards
+messages of the game to the player since its last move ─▶ sample, or the opponent ─▶ step ─▶ … ─▶ rewards
 """
 
 import importlib
@@ -107,7 +107,7 @@ class Game:
         try:
             made = self._drawing(textarena.make, id, **kwargs)
             while isinstance(made, textarena.Wrapper):
-                made = made.env  # they would tell the whole game again each turn
+                made = made.env  # they would repeat the whole game each turn
             self._drawing(made.reset, num_players=SEATS, seed=seed)
         except AssertionError as error:
             raise ConfigError(f"environment.options.id={id}: no game of two: {error}") from error
@@ -116,8 +116,8 @@ class Game:
 
     def unread(self) -> tuple[int, list[str]]:
         """The player to move, and the messages that this player has not read yet, without its own moves."""
-        player, told = self._game.get_observation()
-        return player, [text for sender, text, kind in told if not (kind == self._own and sender == player)]
+        player, observation = self._game.get_observation()
+        return player, [text for sender, text, kind in observation if not (kind == self._own and sender == player)]
 
     def play(self, move: str) -> bool:
         """Make a move; return whether the game is over. A move may come without its brackets."""

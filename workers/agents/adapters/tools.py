@@ -1,6 +1,6 @@
 """Tasks that are solved with tools: the policy calls them until it answers, and its answer is scored.
 
-    sample ─▶ calls? ─▶ make them, tell the model ─▶ sample ─▶ … ─▶ no calls: the answer ─▶ reward
+    sample ─▶ calls? ─▶ make them, answer the model ─▶ sample ─▶ … ─▶ no calls: the answer ─▶ reward
 
 An environment of your own may begin as a copy of this file. `mcp.py` adds the tools of MCP servers.
 """

@@ -1,7 +1,7 @@
 """Formats of conversations, as `environment.gateway` names them: the tokenizer's own chat template, or one by the
 package `renderers`, which has a model family's chat template as code.
 
-A turn goes on with its sampled tokens as they are, never with their text encoded again. The template's text between
+A turn continues with its sampled tokens as they are, never with their text encoded again. The template's text between
 them and the next answer is the difference of two of its texts:
 
     template(before, answer)                   = A          what ends an answer: after a mark in one, such as <|im_end|>
@@ -20,7 +20,7 @@ What a template does with tools is seen in what it writes of a conversation with
     the result of the call      is it written?
 
 `renderers` (`environment.gateway.format=FAMILY`) reads what a family writes token by token, thinking and calls in the
-family's syntax, and knows which conversations go on with the sampled tokens (its "bridges").
+family's syntax, and knows which conversations continue the sampled tokens (its "bridges").
 """
 
 import json
@@ -77,6 +77,16 @@ WORDS = ("quokka", "numbat")
 Write = Callable[..., str]
 """Function that renders a conversation: (messages, tools), and `for_answer`. Raises `DataError` where the template does
 not take it."""
+NUM_BEFORE = 16
+"""Number of tokens at a prompt's end that show whether it has begun the thinking, however the text is cut into
+tokens."""
+OTHER_ENDINGS = ("<|eom_id|>",)
+"""Other tokens that end an answer: of Llama 3, where it calls a tool."""
+MISTRAL = "mistral"
+TEMPLATE = "template"
+"""Name of the format by the tokenizer's own template."""
+NO_FAMILIES = ("auto", "custom", "default")
+"""Names of `renderers` that are no family: ways to choose one, and the one that never continues sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +149,11 @@ def tool_support(write: Write) -> ToolSupport:
     one, both = (_said(words, chosen.arguments_as_text) for words in (WORDS[:1], WORDS))
     closed, together = _written(write, [QUESTION, one]), _written(write, [QUESTION, both])
     result = {"role": "tool", "content": RESULT, "tool_call_id": call_id(0, 0), "name": NAME}
-    told = _written(write, [QUESTION, one, result], for_answer=True)
-    is_there = {TOOLS: NAME in question, CALLS: bool(chosen.call), RESULTS: RESULT in told}
+    with_result = _written(write, [QUESTION, one, result], for_answer=True)
+    is_there = {TOOLS: NAME in question, CALLS: bool(chosen.call), RESULTS: RESULT in with_result}
     return replace(
         chosen,
-        following=told[len(closed) :] if told.startswith(closed) else "",
+        following=with_result[len(closed) :] if with_result.startswith(closed) else "",
         left_out=tuple(what for what, written in is_there.items() if not written),
         takes_several=all(word in together for word in WORDS) if chosen.call else bool(together),
     )
@@ -220,14 +230,6 @@ def _written(write: Write, messages: Sequence[Message], *, for_answer: bool = Fa
         return write(messages, [TOOL], for_answer=for_answer)
     except DataError:
         return ""
-
-
-NUM_BEFORE = 16
-"""Number of tokens at a prompt's end that show whether it has begun the thinking, however the text is cut into
-tokens."""
-OTHER_ENDINGS = ("<|eom_id|>",)
-"""Other tokens that end an answer: of Llama 3, where it calls a tool."""
-MISTRAL = "mistral"
 
 
 class TemplateFormat:
@@ -423,7 +425,7 @@ def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 def _without_words_beside_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages without text beside calls, for templates that take only one of both in an answer. The sampled tokens
-    keep both, as long as a conversation goes on."""
+    keep both, as long as a conversation continues."""
     return [dict(one) | ({"content": ""} if one.get("tool_calls") and one.get("content") else {}) for one in messages]
 
 
@@ -434,12 +436,6 @@ def _with_something_said(messages: Sequence[Mapping[str, Any]]) -> list[dict[str
         return one.get("role") == "assistant" and not one.get("content") and not one.get("tool_calls")
 
     return [dict(one) | ({"content": " "} if is_of_nothing(one) else {}) for one in messages]
-
-
-TEMPLATE = "template"
-"""Name of the format by the tokenizer's own template."""
-NO_FAMILIES = ("auto", "custom", "default")
-"""Names of `renderers` that are no family: ways to choose one, and the one that never goes on with sampled tokens."""
 
 
 def make_format(

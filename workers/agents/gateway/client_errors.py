@@ -1,7 +1,7 @@
 """The message to a client when there is no answer, in the form that its protocol has for errors. Pure.
 
     400 BadRequest, DataError             what was sent cannot be answered; the message names the field
-    400 LimitReached                      code context_length_exceeded: a shorter conversation may go on;
+    400 LimitReached                      code context_length_exceeded: a shorter one may continue;
                                           code limit_reached: the attempt has used up its turns, tokens or time
     401                                   no key, an unknown one, or that of an attempt which has ended
     404, 405, 413                         no such path, no such method, too large a body
@@ -46,7 +46,7 @@ class ClientFailure:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that tell the clients of OpenAI and Anthropic whether to retry by themselves."""
+        """Headers that tell the clients of OpenAI and Anthropic whether to retry."""
         return {"x-should-retry": "true" if self.status == 503 else "false"}
 
 

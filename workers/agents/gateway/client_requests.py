@@ -2,7 +2,7 @@
 the field; what the protocols share; the server-sent events by which an answer is streamed; and the interface of a
 protocol. Pure.
 
-Options that are refused, and those that have no effect, are listed in `request_options.py`. Pictures come with their
+Options that are refused, and those that have no effect, are listed in `client_protocols.py`. Pictures come with their
 request, and nothing is fetched:
 
     chat/completions   {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}
@@ -24,6 +24,12 @@ from penstock.workers.pictures.prompt_pictures import bytes_of_base64, bytes_of_
 
 MOST_VALUES = 2**20
 """Most values of a body: their number, and not the length of texts and pictures, is what parsing costs."""
+SEND = "send the picture itself, as data:image/png;base64,…"
+GUIDED = ("json", "regex", "choice", "grammar")
+COMMENT = b": the turn is being sampled\n\n"
+"""Comment that is no event: clients skip it, and know that the connection lives."""
+NUM_PIECES = 4
+"""Number of deltas that a text is cut into. The whole text is there when the first one is sent."""
 
 
 def parsed(body: bytes) -> "Fields":
@@ -151,7 +157,6 @@ def _shown(value: Any) -> str:
     return f"{json.dumps(value)[:40]}"
 
 
-SEND = "send the picture itself, as data:image/png;base64,…"
 PictureReader = Callable[[Fields], bytes]
 """Function that reads a part of a message. Raises `BadRequest`."""
 
@@ -204,13 +209,6 @@ def _decoded(holder: Fields, name: str, decode: Callable[[str], bytes]) -> bytes
         return decode(holder.need_text(name))
     except ValueError as error:
         raise holder.wrong(name, f"{error}.") from None
-
-
-GUIDED = ("json", "regex", "choice", "grammar")
-COMMENT = b": the turn is being sampled\n\n"
-"""Comment that is no event: clients skip it, and know that the connection lives."""
-NUM_PIECES = 4
-"""Number of deltas that a text is cut into. The whole text is there when the first one is sent."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ Tools = Sequence[Mapping[str, Any]]
 Key = bytes
 """The digest of a conversation: a sampler keeps two for each of its turns, and conversations are long."""
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-"""Pattern of the ids of calls that Mistral's templates accept; others accept anything."""
+"""Pattern of the ids of calls that Mistral's templates accept; those of other models accept anything."""
+IMAGE, TEXT = "image", "text"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ParsedAnswer:
     message: Message
     calls: Sequence[ToolCall] = ()
     problem: str = ""
-    """The reason why a call could not be read, told to the model; empty if there was none."""
+    """The reason why a call could not be read, for the model; empty if there was none."""
 
 
 def call_id(turn: int, index: int) -> str:
@@ -79,7 +80,7 @@ class ConversationFormat(Protocol):
         self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
         """All tokens of `turn`, as they were sampled, and `new` messages after them, up to the start of the next
-        answer. `before`: the messages that the turn has answered. None: the conversation cannot go on so, because the
+        answer. `before`: the messages that the turn has answered. None: the conversation cannot continue so, as the
         template now writes the earlier messages in another way."""
 
     def forced(self, tools: Tools, name: str) -> Mapping[str, Any]:
@@ -136,9 +137,6 @@ def _canonical_call(call: Mapping[str, Any]) -> list[Any]:
 def _tool(tool: Mapping[str, Any]) -> Any:
     function = tool.get("function", {})
     return [function.get("name"), function.get("description"), function.get("parameters")]
-
-
-IMAGE, TEXT = "image", "text"
 
 
 def kept(messages: Sequence[Message]) -> list[Message]:

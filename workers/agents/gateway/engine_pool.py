@@ -1,4 +1,4 @@
-"""The choice of the engine that answers: the one that has the conversation's prefix, unless others have much less to
+"""The choice of the engine that answers: the one that has the conversation's prefix, unless another has much less to
 do.
 
 An engine that dies in a turn costs that turn: it is sampled again, by another engine or by the one that takes its

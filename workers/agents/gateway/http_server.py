@@ -37,12 +37,10 @@ from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import AttemptOver
 from penstock.network.host import bypass_proxy, raise_limit
 from penstock.network.listener import BACKLOG, Heads
-from penstock.workers.agents.gateway.anthropic_messages import MESSAGES
 from penstock.workers.agents.gateway.client_errors import NO_KEY, UNKNOWN_KEY, ClientFailure, error_shape, failure_of
+from penstock.workers.agents.gateway.client_protocols import CHAT, MESSAGES, RESPONSES
 from penstock.workers.agents.gateway.client_requests import ClientProtocol, ClientRequest, ServerSentEvent, parsed
 from penstock.workers.agents.gateway.conversation import Message, kept
-from penstock.workers.agents.gateway.openai_chat import CHAT
-from penstock.workers.agents.gateway.openai_responses import RESPONSES
 from penstock.workers.agents.gateway.turn_sampler import TurnSampler
 from penstock.workers.agents.trajectory import Turn
 
@@ -65,7 +63,7 @@ VERSION = "/v1"
 """Beginning of all paths. Some clients add it to a base URL that has it already."""
 RETRIES = "x-stainless-retry-count"
 MAX_TOLD = 100
-"""Number of options that are told by name: clients may send any."""
+"""Number of options that are reported by name: clients may send any."""
 EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
@@ -129,15 +127,15 @@ class HttpServer:
     async def start(self, host: str, port: int, address: str = "") -> str:
         """Start listening; return the address for clients, such as http://127.0.0.1:41234/v1, which those in this
         process and its children reach without a proxy. `port`: 0 for any that is free. `address`: the host that clients
-        are told; empty: `host`."""
+        get; empty: `host`."""
         self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         raise_limit()
         made = self._heads.before(self._runner.server)
         self._listening = await asyncio.get_running_loop().create_server(made, host, port, backlog=BACKLOG)
-        told = address or host
-        bypass_proxy(told)
-        return f"http://{f'[{told}]' if ':' in told else told}:{self._listening.sockets[0].getsockname()[1]}/v1"
+        shown = address or host
+        bypass_proxy(shown)
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self._listening.sockets[0].getsockname()[1]}/v1"
 
     async def stop(self) -> None:
         if self._listening is not None:
@@ -162,12 +160,12 @@ class HttpServer:
         asked = await _read_request(request, protocol, answers.responses)
         self._report_ignored(asked.ignored, sampler)
         is_retry = request.headers.get(RETRIES, "0") != "0"
-        answering = _Answering(request, protocol, asked, answers, self._waiting_s)
+        writer = _AnswerWriter(request, protocol, asked, answers, self._waiting_s)
         async with _sampling(sampler, asked, is_retry, answers) as sampling:
-            return await answering.written(sampling)
+            return await writer.written(sampling)
 
     def _report_ignored(self, ignored: Sequence[str], sampler: TurnSampler) -> None:
-        """Count options that have no effect, and tell each once."""
+        """Count options that have no effect, and report each once."""
         sampler.counts["ignored_options"] += len(ignored)
         for name in ignored:
             if name not in self._told and len(self._told) < MAX_TOLD:
@@ -226,45 +224,41 @@ async def _sampling(
                 sampler.forget(turn)
 
 
-class _Answering:
+@dataclass(frozen=True)
+class _AnswerWriter:
     """Writer of the answer to one request."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        protocol: ClientProtocol,
-        asked: ClientRequest,
-        answers: _AttemptAnswers,
-        waiting_s: float,
-    ) -> None:
-        self._request, self._protocol, self._read_request, self._answers = request, protocol, asked, answers
-        self._waiting_s = waiting_s
+    request: web.Request
+    protocol: ClientProtocol
+    asked: ClientRequest
+    answers: _AttemptAnswers
+    waiting_s: float
 
     async def written(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
         """Write the answer. Raises what `sampling` raises, as long as nothing is written."""
-        return await (self._stream(sampling) if self._read_request.is_streamed else self._whole(sampling))
+        return await (self._stream(sampling) if self.asked.is_streamed else self._whole(sampling))
 
     async def _whole(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
         await asyncio.wait([sampling])
         turn = _result(sampling)
-        response = web.json_response(self._protocol.answer(self._read_request, turn, self._answers.tag))
-        await response.prepare(self._request)
+        response = web.json_response(self.protocol.answer(self.asked, turn, self.answers.tag))
+        await response.prepare(self.request)
         await response.write_eof()
         self._delivered(turn)
         return response
 
     async def _stream(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
-        while not (await asyncio.wait([sampling], timeout=self._waiting_s))[0]:
+        while not (await asyncio.wait([sampling], timeout=self.waiting_s))[0]:
             if not response.prepared:
-                await response.prepare(self._request)
-            await response.write(self._protocol.waiting)
+                await response.prepare(self.request)
+            await response.write(self.protocol.waiting)
         if response.prepared and not sampling.cancelled() and (error := sampling.exception()) is not None:
             return await self._ended_with(response, error)
         turn = _result(sampling)
-        events = [event.encode() for event in self._protocol.events(self._read_request, turn, self._answers.tag)]
+        events = [event.encode() for event in self.protocol.events(self.asked, turn, self.answers.tag)]
         if not response.prepared:
-            await response.prepare(self._request)
+            await response.prepare(self.request)
         for event in events:
             await response.write(event)
         await response.write_eof()
@@ -272,16 +266,16 @@ class _Answering:
         return response
 
     async def _ended_with(self, response: web.StreamResponse, error: BaseException) -> web.StreamResponse:
-        shape = self._protocol.error(failure_of(error))
-        await response.write(ServerSentEvent(shape, self._protocol.error_event).encode())
+        shape = self.protocol.error(failure_of(error))
+        await response.write(ServerSentEvent(shape, self.protocol.error_event).encode())
         await response.write_eof()
         return response
 
     def _delivered(self, turn: Turn) -> None:
-        self._answers.delivered.add(turn.id)
-        if self._read_request.kept is not None and self._protocol.answer_id is not None:
-            name = self._protocol.answer_id(turn, self._answers.tag)
-            self._answers.responses[name] = [*self._read_request.kept, turn.message]
+        self.answers.delivered.add(turn.id)
+        if self.asked.kept is not None and self.protocol.answer_id is not None:
+            name = self.protocol.answer_id(turn, self.answers.tag)
+            self.answers.responses[name] = [*self.asked.kept, turn.message]
 
 
 def _result(sampling: "asyncio.Future[Turn]") -> Turn:
@@ -350,5 +344,5 @@ def _model_list(created: int) -> dict[str, Any]:
 
 
 def advertised_host(gateway: GatewayConfig, node: str) -> str:
-    """The host by which agents reach the gateway. `node`: the address of this node for others."""
+    """The host by which agents reach the gateway. `node`: the address of this node for other nodes."""
     return gateway.address or (node if gateway.host in EVERY_INTERFACE else gateway.host)

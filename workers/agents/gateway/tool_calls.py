@@ -40,6 +40,18 @@ MISTRAL = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?\[ARGS\](.*)\Z", re.DOTALL)
 MAX_NESTING = 64
 """Deepest nesting of arguments. Deeper ones would exceed Python's stack when they are written again."""
+GEMMA_QUOTE = '<|"|>'
+PYTHON = {"True": True, "False": False, "None": None}
+"""Values that some templates write as Python does."""
+JSON_TYPES: Mapping[type, Sequence[str]] = {
+    bool: ("boolean",), int: ("integer", "number"), float: ("number",), list: ("array",), dict: ("object",),
+    type(None): ("null",),
+}  # fmt: skip
+IN_CHANNELS = ("muse_glimmer", "openai")
+"""Formats that write calls into channels of their own, behind a thinking that has no other end."""
+ANY = "*"
+"""Stands for the name of a tool: one of them has to be called, whichever."""
+NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class ParsedCall(NamedTuple):
@@ -51,7 +63,7 @@ class ParsedCall(NamedTuple):
 
 Calls = list[ParsedCall]
 ParsedCalls = tuple[str, Calls, str]
-"""The text without its calls, the calls, and why others could not be read."""
+"""The text without its calls, the calls, and why a call could not be read."""
 Reader = Callable[[str, Tools], ParsedCalls]
 
 
@@ -162,7 +174,7 @@ def _loaded(text: str) -> Any:
 
 def strict_json(text: str) -> Any:
     """Parse JSON. Raises `ValueError` where Python's own reader is lenient: it takes NaN, and as many brackets as its
-    stack holds, over which others then fail."""
+    stack holds, over which other readers then fail."""
     try:
         value = json.loads(text, strict=False, parse_constant=_number, parse_float=_number)
     except RecursionError:
@@ -213,17 +225,8 @@ def _names(tools: Tools) -> list[str]:
 
 def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
     """Schemas of a tool's arguments. They come from clients: what is no schema has none."""
-    found = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
+    found: Mapping[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
     return _at(_at(found, "parameters"), "properties")
-
-
-GEMMA_QUOTE = '<|"|>'
-PYTHON = {"True": True, "False": False, "None": None}
-"""Values that some templates write as Python does."""
-JSON_TYPES: Mapping[type, Sequence[str]] = {
-    bool: ("boolean",), int: ("integer", "number"), float: ("number",), list: ("array",), dict: ("object",),
-    type(None): ("null",),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -276,7 +279,7 @@ def _by_pattern(pattern: str, value: Callable[[re.Match[str], Tools], Any]) -> C
 
 
 def _reader(marks: Sequence[str], example: str, spans_of: Callable[[str, Tools], Iterator[_Span]]) -> Reader:
-    """The reader of a format. `marks`: each shows that a call begins. `example`: what the model is told of a call that
+    """The reader of a format. `marks`: each shows that a call begins. `example`: what the model reads about a call that
     is not whole."""
 
     def read(text: str, tools: Tools) -> ParsedCalls:
@@ -422,13 +425,6 @@ READERS: dict[str, Reader] = {
     ),
     "none": none,
 }
-IN_CHANNELS = ("muse_glimmer", "openai")
-"""Formats that write calls into channels of their own, behind a thinking that has no other end."""
-
-
-ANY = "*"
-"""Stands for the name of a tool: one of them has to be called, whichever."""
-NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def forced_call(tool_format: str, tools: Tools, name: str) -> Mapping[str, Any]:

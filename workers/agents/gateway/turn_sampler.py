@@ -33,6 +33,13 @@ from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.pictures.prompt_pictures import NO_PICTURES, PromptPictures
 from penstock.workers.protocols import Sampling
 
+MUST_CALL = "must_call"
+"""Option that names the tool which an answer has to call, or is `ANY` of them: a structure is made of it."""
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure", "ignore_eos")
+"""Options in which a request may differ from the run."""
+DISTRIBUTION = OPTIONS[:4]
+"""Options that a client chooses only with `environment.gateway.sampling=client`, and never in a greedy attempt."""
+
 
 @dataclass(frozen=True)
 class WrittenPrompt:
@@ -63,7 +70,7 @@ class PromptWriter:
         self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> WrittenPrompt | None:
         """The prompt of `new` messages after a turn, whose own conversation was `before`; None: the conversation cannot
-        go on with that turn's tokens. Raises `DataError`."""
+        continue that turn's tokens. Raises `DataError`."""
         pictures = self._pictures(new, len(turn.pictures.encoded))
         ids = self._form.next_prompt_ids(turn, before, new, tools)
         if ids is None:
@@ -90,14 +97,6 @@ class PromptWriter:
             mend = "Raise it, or send fewer." if most else "Set it to the most that a conversation has, or send none."
             raise DataError(f"the conversation has {count} pictures, and rollout.max_pictures={most}. {mend}")
         return pictures
-
-
-MUST_CALL = "must_call"
-"""Option that names the tool which an answer has to call, or is `ANY` of them: a structure is made of it."""
-OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure", "ignore_eos")
-"""Options in which a request may differ from the run."""
-DISTRIBUTION = OPTIONS[:4]
-"""Options that a client chooses only with `environment.gateway.sampling=client`, and never in a greedy attempt."""
 
 
 @dataclass(frozen=True)
@@ -294,17 +293,14 @@ class TurnSampler:
         self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], one_call: bool
     ) -> Turn:
         self._num_untrained += 1
-        prompt = self._writer.whole(messages, tools)
-        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, -self._num_untrained))
-        room = self._limits.max_model_len - len(prompt)
-        if room < 1:
-            raise self._no_room(len(prompt))
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         number = -self._num_untrained
+        prompt = self._writer.whole(messages, tools)
+        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number))
+        sampling = self._within_context(sampling, len(prompt))
         return await self._await_turn(self._turn(number, None, prompt, sampling, tools, options, one_call))
 
     def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], WrittenPrompt]:
-        """The turn that a conversation goes on with, the conversation as it is kept here, and its prompt."""
+        """The turn that a conversation continues, the conversation as it is kept here, and its prompt."""
         for end in range(len(messages), 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
@@ -345,21 +341,25 @@ class TurnSampler:
 
     def _count_distribution(self, options: Mapping[str, Any]) -> None:
         """Count turns whose log-probabilities the trainer cannot reproduce at any temperature."""
-        others = [name for name in DISTRIBUTION if options.get(name) not in (None, getattr(self._sampling, name))]
-        is_greedy = "temperature" in others and options["temperature"] == 0
+        changed = [name for name in DISTRIBUTION if options.get(name) not in (None, getattr(self._sampling, name))]
+        is_greedy = "temperature" in changed and options["temperature"] == 0
         self.counts["turns_greedy"] += is_greedy
-        self.counts["turns_narrowed"] += not is_greedy and any(name != "temperature" for name in others)
+        self.counts["turns_narrowed"] += not is_greedy and any(name != "temperature" for name in changed)
         self.counts["turns_structured"] += options.get("structure") is not None
 
-    def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
+    def _within_context(self, sampling: Sampling, num_prompt: int) -> Sampling:
         room = self._limits.max_model_len - num_prompt
         if room < 1:
             raise self._no_room(num_prompt)
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+
+    def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
+        sampling = self._within_context(sampling, num_prompt)
         left = self._limits.max_tokens - self.num_sampled
         if left < 1:
             text = f"the attempt has sampled {self._limits.max_tokens} tokens (environment.max_tokens)"
             raise self._truncated("tokens", text)
-        return replace(sampling, max_tokens=min(sampling.max_tokens, room, left))
+        return replace(sampling, max_tokens=min(sampling.max_tokens, left))
 
     def _no_room(self, num_prompt: int) -> LimitReached:
         """The error for a full context. The attempt need not end: its client may shorten the history."""

@@ -1,7 +1,7 @@
 """How a model with a vision tower reads pictures: the tower's features among the embeddings of text.
 
 Features go to the places that `update/picture_places.py` names, whatever ids are there; those of some families
-(`workers/pictures/families.py`) to the hidden states of the first layers, too. A rank without a picture runs the tower
+(`workers/pictures/processor.py`) to the hidden states of the first layers, too. A rank without a picture runs the tower
 too, on a blank one: where parameters are sharded, its peers wait for it in every layer.
 
 A trainer reads pictures by the model's own processor (`workers/pictures/`) and remembers those that it has read last:
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import REMEMBERED_BYTES
 from penstock.store.data.rows import Rows
-from penstock.workers.pictures.families import FAMILIES, Family, refusal
-from penstock.workers.pictures.processor import PictureProcessor, hash_of
+from penstock.workers.pictures.processor import FAMILIES, Family, PictureProcessor, hash_of, refusal
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.picture_places import Picture, Pictures, encoded_pictures, place

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.observability.diagnosis import History, mismatch
-from penstock.workers.pictures.families import FAMILIES
+from penstock.workers.pictures.processor import FAMILIES
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import PolicyModel
 from penstock.workers.trainer.models.vision import blank_picture, freeze_tower, tower_cost, vision_tower

@@ -15,7 +15,12 @@ from anthropic.types.message_create_params import MessageCreateParamsBase
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from penstock.workers.agents.gateway.request_options import CHAT, MESSAGES, RESPONSES, OptionTable
+from penstock.workers.agents.gateway.client_protocols import (
+    CHAT_OPTIONS,
+    MESSAGES_OPTIONS,
+    RESPONSES_OPTIONS,
+    OptionTable,
+)
 from tests.workers.agents.gateway.chat_models import ADD, call_text, text_of
 from tests.workers.agents.gateway.http.serving import USER, gateway, play
 
@@ -35,13 +40,13 @@ def options_of_vllm(file: str, name: str) -> set[str]:
 @pytest.mark.parametrize(
     ("table", "known"),
     [
-        (CHAT, {*CompletionCreateParamsBase.__annotations__}),
-        (CHAT, options_of_vllm("openai/chat_completion", "ChatCompletionRequest")),
-        (RESPONSES, {*ResponseCreateParamsBase.__annotations__}),
-        (RESPONSES, options_of_vllm("openai/responses", "ResponsesRequest")),
-        (MESSAGES, {*MessageCreateParamsBase.__annotations__, *MessageCountTokensParams.__annotations__}),
-        (MESSAGES, {*BetaMessages.__annotations__}),
-        (MESSAGES, options_of_vllm("anthropic", "AnthropicMessagesRequest")),
+        (CHAT_OPTIONS, {*CompletionCreateParamsBase.__annotations__}),
+        (CHAT_OPTIONS, options_of_vllm("openai/chat_completion", "ChatCompletionRequest")),
+        (RESPONSES_OPTIONS, {*ResponseCreateParamsBase.__annotations__}),
+        (RESPONSES_OPTIONS, options_of_vllm("openai/responses", "ResponsesRequest")),
+        (MESSAGES_OPTIONS, {*MessageCreateParamsBase.__annotations__, *MessageCountTokensParams.__annotations__}),
+        (MESSAGES_OPTIONS, {*BetaMessages.__annotations__}),
+        (MESSAGES_OPTIONS, options_of_vllm("anthropic", "AnthropicMessagesRequest")),
     ],
     ids=["chat", "chat of vLLM", "responses", "responses of vLLM", "messages", "beta messages", "messages of vLLM"],
 )
@@ -49,7 +54,7 @@ def test_the_table_lists_what_clients_can_send(table: OptionTable, known: set[st
     assert known - (table.honoured | table.harmless | table.refused.keys() | table.without_effect) == set()
 
 
-@pytest.mark.parametrize("table", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("table", [CHAT_OPTIONS, RESPONSES_OPTIONS, MESSAGES_OPTIONS])
 def test_an_option_is_in_one_part_of_the_table(table: OptionTable) -> None:
     parts = [table.honoured, table.harmless, table.refused.keys(), table.without_effect]
     names = [name for part in parts for name in part]
@@ -65,7 +70,7 @@ def value_for(name: str) -> Any:
 @pytest.mark.parametrize(
     ("path", "table", "name"),
     [(path, table, name)
-     for path, table in (("/chat/completions", CHAT), ("/responses", RESPONSES))
+     for path, table in (("/chat/completions", CHAT_OPTIONS), ("/responses", RESPONSES_OPTIONS))
      for name in table.refused],
 )  # fmt: skip
 def test_what_would_change_an_answer_is_refused_to_openais_client(path: str, table: OptionTable, name: str) -> None:
@@ -81,13 +86,13 @@ def test_what_would_change_an_answer_is_refused_to_openais_client(path: str, tab
     play(scenario())
 
 
-@pytest.mark.parametrize("name", MESSAGES.refused)
+@pytest.mark.parametrize("name", MESSAGES_OPTIONS.refused)
 def test_what_would_change_an_answer_is_refused_to_anthropics_client(name: str) -> None:
     async def scenario() -> None:
         async with gateway(["never"]) as open_gateway:
             with pytest.raises(anthropic.BadRequestError) as error:
                 await open_gateway.message(extra_body={name: value_for(name)})
-            assert f"{name}: {MESSAGES.refused[name].why}" in str(error.value)
+            assert f"{name}: {MESSAGES_OPTIONS.refused[name].why}" in str(error.value)
 
     play(scenario())
 
@@ -96,7 +101,7 @@ def test_values_that_change_nothing_are_taken() -> None:
     async def scenario() -> None:
         async with gateway(["x"] * 2) as open_gateway:
             harmless = {
-                name: refused.harmless[0] for name, refused in CHAT.refused.items() if refused.harmless
+                name: refused.harmless[0] for name, refused in CHAT_OPTIONS.refused.items() if refused.harmless
             } | {"bad_words": [], "allowed_token_ids": None, "stop_token_ids": []}  # fmt: skip
             await open_gateway.chat(extra_body=harmless)
             await open_gateway.chat(seed=7, user="me", store=True, metadata={"a": "b"}, service_tier="auto")

@@ -20,6 +20,8 @@ from penstock.workers.user_code import InlineValue, absolute, find_function, imp
 F = TypeVar("F", bound=Callable[..., Any])
 
 BUILTIN_MODULES = ("penstock.workers.reward.functions", "penstock.workers.reward.code", "penstock.workers.reward.judge")
+ANSWER = ("answer", "ground_truth")
+"""Parameters that get the row's answer."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,6 @@ class RewardSpec:
     def check(self) -> None:
         """Raise `ConfigError` unless the function is found and has a known signature."""
         self.resolve()
-
-
-ANSWER = ("answer", "ground_truth")
-"""Parameters that get the row's answer."""
 
 
 def needs_answer(function: str | Callable[..., Any], options: Mapping[str, Any], column: str | None) -> bool:
