@@ -15,7 +15,7 @@ enough.
                                       └▶ deadline, exit code ─▶ a failure with a name, and on with the next
 
 Probes are ordinary runs, one after the other, in directories of their own, which stay: `penstock ui` shows them. They
-evaluate nothing, leave no checkpoints and no model, and are told to nobody.
+neither evaluate nor keep checkpoints or a model, and no tracker hears of them.
 """
 
 import signal
@@ -29,7 +29,6 @@ from typing import Any
 
 from pyarrow import parquet
 from rich.console import Console
-from rich.table import Table
 
 from penstock.conf.errors import ConfigError, PenstockError, how_ended
 from penstock.conf.run import RunConfig
@@ -57,11 +56,10 @@ SPLIT = (
 """Keys of a run that its seconds depend on."""
 COMMAND = (sys.executable, "-m", "penstock.cli.main", "run")
 STEPS = 5
-"""Steps that count, after those that fill the pipeline, compile and warm up: plans that differ by less than the mean of
-so many varies are equally good."""
+"""Steps that count, after those that fill the pipeline, compile and warm up. Plans whose difference is within the
+variation of their mean are equally good."""
 START_S, TIMES = 900.0, 10
-"""Deadline of a probe where nobody says: seconds for it to start in, and how many times its steps may take what is
-predicted."""
+"""Default deadline of a probe: seconds for its start, and the factor by which its steps may exceed the prediction."""
 GRACE_S = 60.0
 """Seconds for a run to end in order after its deadline; then it is killed."""
 
@@ -163,8 +161,8 @@ class ProbesFailed(PenstockError):
 
 
 Run = Callable[[Sequence[str], Path, float], int]
-"""Function that makes a run of these words within so many seconds, writes what it prints to a file, and returns its
-exit code. Raises `ProbeOverdue`."""
+"""Function that runs these words with a deadline in seconds, writes the output to a file, and returns the exit code.
+Raises `ProbeOverdue`."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +224,11 @@ def probe(
             if code or not step_s:
                 step_s, failure = 0.0, why_failed(place / name, log, code)
         except ProbeOverdue as error:
-            failure = told_failure(place / name) or f"{type(error).__name__}: {error}"
+            failure = recorded_failure(place / name) or f"{type(error).__name__}: {error}"
         found.append(Probe(plan, tuple(words), step_s, failure))
     if not any(one.step_s for one in found):
-        told = "\n".join(f"  {number}: {one.failure}" for number, one in enumerate(found, 1))
-        raise ProbesFailed(f"no probe has measured a step; what they printed is in {place}/*.log.\n{told}")
+        failures = "\n".join(f"  {number}: {one.failure}" for number, one in enumerate(found, 1))
+        raise ProbesFailed(f"no probe has measured a step; what they printed is in {place}/*.log.\n{failures}")
     return found
 
 
@@ -256,7 +254,7 @@ def run_in_process(words: Sequence[str], log: Path, deadline_s: float, command: 
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a run that goes on: in order, and else by force."""
+    """End a run that has not ended: by SIGINT, then by SIGKILL."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)
@@ -268,7 +266,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def measured(place: Path, first: int) -> float:
-    """Mean seconds of a run's steps after so many first ones: steps off each other take turns in being long. 0 where
+    """Mean seconds of a run's steps after the first `first`: with staleness, long and short steps alternate. 0 where
     there are none."""
     try:
         lines = RunDirectory.open(place).read_metrics()
@@ -278,8 +276,8 @@ def measured(place: Path, first: int) -> float:
     return fmean(seconds) if len(seconds) >= STEPS else 0.0
 
 
-def told_failure(place: Path) -> str:
-    """The name of a run's failure, by its events, with the first line of what was said; empty where none is told."""
+def recorded_failure(place: Path) -> str:
+    """The name and first line of a run's failure, by its events; empty where they have none."""
     try:
         events = [event for event in RunDirectory.open(place).read_events() if event["kind"] == "failed"]
     except (OSError, PenstockError):
@@ -289,21 +287,9 @@ def told_failure(place: Path) -> str:
 
 def why_failed(place: Path, log: Path, code: int) -> str:
     """The name of a run's failure: of its events, else how it ended, with the last line that it printed."""
-    if told := told_failure(place):
-        return told
+    if failure := recorded_failure(place):
+        return failure
     how = how_ended(code)
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f"{how}: {last}" if last and code else f"{how}, fewer than {STEPS} steps that count"
-
-
-def table_of_probes(probes: Sequence[Probe], describe: Callable[[Plan], str]) -> Table:
-    """Predicted beside measured seconds of a step."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("probe")
-    for column in ("predicted", "measured", "ratio"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for one in probes:
-        ends = (f"{one.step_s:.1f}", f"{one.step_s / one.plan.step_s:.2f}") if one.step_s else ("failed", "")
-        table.add_row(describe(one.plan), f"{one.plan.step_s:.1f}", *ends)
-    return table

@@ -2,7 +2,7 @@
 
     engines   how many, and how many GPUs each is split over        never across nodes
     ranks     how many, on one kind of GPU; shards, tensor and sequence parallelism
-    both      on the same GPUs in turns, or on their own, up to so many steps apart
+    both      on the same GPUs in turns, or on their own, up to `max_staleness` steps apart
 
 A candidate is the keys that make it, so that it can be written down and run. More engines are never worse: what the
 ranks leave is theirs.
@@ -57,7 +57,7 @@ class Candidate:
         return self._with("trainer.activation_checkpointing")
 
     def with_engines(self, count: int) -> "Candidate":
-        """The same with so many engines, all on one kind of GPU."""
+        """The same with `count` engines, all on one kind of GPU."""
         ((kind, number),), own = self.engines, dict(self.keys)
         saved = (number - count) * own["rollout.tensor_parallel_size"] * (own["placement"] == "disaggregated")
         keys = tuple((own | {"rollout.num_workers": count}).items())
@@ -172,7 +172,7 @@ def _splits(shape: ModelShape, num_ranks: int, gpus_per_node: int) -> Iterator[d
 def _engines(
     cluster: Sequence[Nodes], own: Nodes, used: int, parts: int, shape: ModelShape
 ) -> tuple[tuple[GpuKind, int], ...]:
-    """Engines of so many GPUs on what ranks leave, by kind."""
+    """Engines of `parts` GPUs on the GPUs that ranks do not use, by kind."""
     found = []
     for nodes in cluster:
         if not _can_split(shape, parts, nodes.gpus):

@@ -114,7 +114,7 @@ class Efficiencies:
     update_factor: float = 1.0
     """Measured seconds of ranks over these, where a run says so."""
     overlap: float = 0.7
-    """Share of FSDP's collectives that goes on while the GPU computes, where there is enough to compute."""
+    """Share of FSDP's collectives that computation hides, where there is enough of it."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class KernelTables:
         return first + (num_sequences - BATCHES[row]) / (BATCHES[row + 1] - BATCHES[row]) * (second - first)
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds in which prompts of so many tokens in all are read."""
+        """Seconds of reading prompts of `tokens` tokens in all."""
         pieces, rest = divmod(tokens, PROMPTS[-1])
         if not rest:
             return pieces * self.prefill[-1]
@@ -243,7 +243,7 @@ class EngineCosts:
         return max(read / bandwidth, products) + cached / bandwidth + self._reduced_s(num_sequences) + rates.decode_s
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds in which prompts of so many tokens in all are read."""
+        """Seconds of reading prompts of `tokens` tokens in all."""
         if not tokens:
             return 0.0
         if self.kernels.measured is not None:
@@ -283,8 +283,8 @@ def describe_kernel_sources(engines: Iterable[EngineCosts]) -> str:
         why = f"a roofline ({engine.kernels.why})"
         source = why if engine.kernels.measured is None else f"the measured tables of {PACKAGE} {version(PACKAGE)}"
         kinds.setdefault(source, set()).add(engine.kind.name)
-    told = [f"{', '.join(sorted(names))} from {source}" for source, names in kinds.items()]
-    return f"Kernel times of engines: {'; '.join(told)}."
+    sources = [f"{', '.join(sorted(names))} from {source}" for source, names in kinds.items()]
+    return f"Kernel times of engines: {'; '.join(sources)}."
 
 
 def active_parameters(shape: ModelShape) -> float:
@@ -350,15 +350,15 @@ class RankCosts:
         return self._products_s(lengths, 4 if self.config.recomputes_layers else 3)
 
     def _products_s(self, lengths: Sequence[int], passes: int) -> float:
-        """Seconds of so many passes over rows. Experts' products attain less than others."""
+        """Seconds of `passes` passes over rows. Experts' products attain less than dense ones."""
         shape, rates = self.shape, self.efficiencies
         experts = 0.0
         if shape.num_experts:
             experts = shape.num_layers * shape.mlp_parameters * shape.experts_per_token / shape.num_experts
-        others, tokens = active_parameters(shape) - experts, sum(lengths)
+        dense, tokens = active_parameters(shape) - experts, sum(lengths)
         scores = 2 * shape.num_layers * shape.q_width * sum(length**2 for length in lengths)  # causal: half of both
-        dense = (2 * others * tokens + scores) / rates.training
-        return passes * (dense + 2 * experts * tokens / rates.training_mixture) / self._parts / self.kind.flops
+        dense_flops = (2 * dense * tokens + scores) / rates.training
+        return passes * (dense_flops + 2 * experts * tokens / rates.training_mixture) / self._parts / self.kind.flops
 
     def _adapted_s(self, tokens: int) -> float:
         """Seconds in which adapters read and write activations of the linear layers, in float32."""
@@ -384,7 +384,7 @@ class RankCosts:
         return sent * (shards - 1) / shards / (link * self.efficiencies.link)
 
     def _offloaded_s(self, copies: int) -> float:
-        """Seconds in which so many copies of the rank's shard, in float32, go over the bus to the host."""
+        """Seconds of moving `copies` copies of the rank's shard, in float32, over the bus to the host."""
         if not self.config.offload:
             return 0.0
         return copies * self._own_parameters * MASTER_BYTES / BUSES[self.kind.bus]

@@ -35,7 +35,7 @@ class Durations(Protocol):
     """Seconds of one plan's actors. Each is of one engine or one rank: a tensor-parallel engine is one."""
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds in which an engine reads so many tokens of prompts, and decodes nothing."""
+        """Seconds in which an engine reads `tokens` tokens of prompts, and decodes nothing."""
 
     def decode_s(self, num_sequences: float, context: float) -> float:
         """Seconds of one decode step: one token of each sequence. `context`: mean number of tokens before it."""
@@ -45,7 +45,7 @@ class Durations(Protocol):
         rank's rows; the slowest rank decides."""
 
     def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
-        """Seconds that one actor of another stage takes for rows with so many tokens in all."""
+        """Seconds that one actor of another stage takes for rows with `tokens` tokens in all."""
 
     def sync(self) -> SyncSeconds:
         """Seconds of a weight sync."""

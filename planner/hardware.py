@@ -82,7 +82,7 @@ class Nodes:
     """GPUs of each."""
     kind: GpuKind
     host_bytes: float = math.inf
-    """Host memory of each; infinite where nobody says."""
+    """Host memory of each; infinite where unknown."""
 
     @property
     def num_gpus(self) -> int:

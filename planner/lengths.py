@@ -12,7 +12,7 @@ from statistics import NormalDist
 import xxhash
 
 SIGMA = 0.6
-"""Spread of the logarithm where nobody says: between short answers (0.3) and long chains of thought (0.9)."""
+"""Default spread of the logarithm: between short answers (0.3) and long chains of thought (0.9)."""
 POINTS = 256
 """Number of quantiles that stand for a distribution."""
 

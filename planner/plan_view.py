@@ -32,10 +32,9 @@ from penstock.planner.calibration import (
     read_pilot,
     recorded_value,
     run_in_process,
-    table_of_probes,
 )
 from penstock.planner.candidates import with_keys
-from penstock.planner.cost_model import EngineCosts, describe_kernel_sources
+from penstock.planner.cost_model import describe_kernel_sources
 from penstock.planner.lengths import Lengths
 from penstock.planner.plan_inputs import (
     nodes_here,
@@ -61,7 +60,7 @@ from penstock.planner.simulation.simulation import Simulation, SimulationResult
 from penstock.planner.steady import Estimate
 
 PLAYED = 4
-"""Plans that are played: the closed form has rarely put the best behind so many (docs/planning.md)."""
+"""Plans that are simulated: the closed form rarely ranks the best one lower (docs/planning.md)."""
 STEPS = 8
 """Steps that count: more change a mean by less than plans differ."""
 MOST_ROWS = 8
@@ -78,7 +77,7 @@ LIMITS = {
 
 
 def simulate_plan(plan: Plan, lengths: Lengths, steps: int = STEPS) -> SimulationResult:
-    """Play a plan for so many steps beyond those that fill the pipeline. Raises `SimulationStuck`."""
+    """Simulate a plan for `steps` steps beyond those that fill the pipeline. Raises `SimulationStuck`."""
     config = plan.config
     keys = {
         "trainer.max_steps": steps + config.max_staleness + 1,
@@ -94,13 +93,11 @@ def best_classes(search: Search, num_played: int = PLAYED) -> list[Plan]:
     as the closed form has them. Raises `ResourceError` where nothing fits."""
     plan_of(search)
     classes = search.best()
-    first = [with_simulated_seconds(plan, simulate_plan(plan, search.lengths)) for plan in classes[:num_played]]
-    return ordinary_first(first) + classes[num_played:]
-
-
-def with_simulated_seconds(plan: Plan, found: SimulationResult) -> Plan:
-    """The plan with the seconds of a step that were played."""
-    return replace(plan, found=replace(plan.found, step_s=found.step_s, tokens_per_s=found.tokens_per_s))
+    for index, plan in enumerate(classes[:num_played]):
+        played = simulate_plan(plan, search.lengths)
+        found = replace(plan.found, step_s=played.step_s, tokens_per_s=played.tokens_per_s)
+        classes[index] = replace(plan, found=found)
+    return ordinary_first(classes[:num_played]) + classes[num_played:]
 
 
 def run(config: RunConfig, asked: Namespace, console: Console) -> None:
@@ -136,8 +133,8 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
 
 
 def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
-    """Words of a run, with those of the best plan for the GPUs that are there, which are told: where the run is for
-    GPUs, has `plan=auto`, and there are GPUs. Words that are given stay. Raises `ResourceError` where nothing fits."""
+    """The words of a run, with those of the best plan for the present GPUs, which is printed. A run for GPUs with
+    `plan=auto` is planned. Words that are given stay. Raises `ResourceError` where nothing fits."""
     config = load_config(overrides)
     try:
         nodes = nodes_here() if is_planned(config) else ()
@@ -229,7 +226,11 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
     for what, plan in next_better_classes(search):
         gain = plan_of(search).step_s / plan.step_s
         say(f"With {what} a step would take about {best.step_s / gain:.1f} s ({gain:.2f}x).")
-    say(f"\n{describe_kernel_sources(engine for plan in classes for engine in _engine_models(search, plan))}")
+    engines = (
+        search.durations(plan.memory, kind, plan.candidate.ranks).engine
+        for plan in classes for kind, _ in plan.candidate.engines
+    )  # fmt: skip
+    say(f"\n{describe_kernel_sources(engines)}")
     say(
         "The first plans were played by the simulator. Other seconds come from rates on paper and usual shares of "
         "them: ratios are truer (docs/planning.md)."
@@ -245,13 +246,25 @@ def print_probes(probes: Sequence[Probe], console: Console) -> list[str]:
     """Print predicted beside measured seconds, and the fastest. Returns all of its overrides."""
     best = fastest_probe(probes)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    console.print(table_of_probes(probes, plan_title))
+    console.print(table_of_probes(probes))
     for one in probes:
         if one.failure:
             say(f"  {plan_title(one.plan)}: {one.failure}")
     say(f"\nOf those that were tried the best is {plan_title(best.plan)}: {best.step_s:.1f} s a step.")
     say(f"\n{shlex.join(['penstock', 'run', *best.overrides])}")
     return list(best.overrides)
+
+
+def table_of_probes(probes: Sequence[Probe]) -> Table:
+    """Predicted beside measured seconds of a step."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("probe")
+    for column in ("predicted", "measured", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in probes:
+        ends = (f"{one.step_s:.1f}", f"{one.step_s / one.plan.step_s:.2f}") if one.step_s else ("failed", "")
+        table.add_row(plan_title(one.plan), f"{one.plan.step_s:.1f}", *ends)
+    return table
 
 
 def table_of(plans: Sequence[Plan]) -> Table:
@@ -303,12 +316,6 @@ def _parts(found: Estimate) -> dict[str, float]:
         "generation": found.rollout_s, "update": found.update_s, "rewards and scorers": found.others_s,
         "weights": found.sync_s, "turns": found.turns_s,
     }  # fmt: skip
-
-
-def _engine_models(search: Search, plan: Plan) -> list[EngineCosts]:
-    """The cost model of a plan's engines, of each kind."""
-    ranks = plan.candidate.ranks
-    return [search.durations(plan.memory, kind, ranks).engine for kind, _ in plan.candidate.engines]
 
 
 def _refused(search: Search) -> str:

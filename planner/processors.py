@@ -34,7 +34,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.durations import SyncSeconds
 
 ENGINE_GAINS: Mapping[int, float] = {1: 1.0, 2: 0.6}
-"""How many times as fast an engine is with so many threads, where no trial of the run says (`threads.json`): the hf
+"""Speedup of an engine by its number of threads, where no trial of the run says (`threads.json`): the hf
 engine and a model of 3M parameters, whose threads sleep and wake for operations that are shorter than that."""
 RANK_GAINS: Mapping[int, float] = {1: 1.0, 2: 1.04}
 """The same of a rank."""
@@ -56,7 +56,7 @@ Row = tuple[int, int, int]
 
 
 def gain(gains: Mapping[int, float], threads: int) -> float:
-    """How many times as fast so many threads are as one: of the largest number up to it that is known.
+    """Speedup of `threads` threads over one: that of the largest known number up to it.
 
     >>> gain({1: 1.0, 2: 1.7}, 3)
     1.7
@@ -75,7 +75,7 @@ class Cores:
     """Cores that all other processes ask for, for each that engines and ranks do."""
 
     def pace(self, num_engines: int, num_ranks: int) -> float:
-        """How many times as long everything takes while so many engines and ranks work: at least 1."""
+        """Factor by which everything slows down while these engines and ranks work: at least 1."""
         asked = (num_engines * self.engine + num_ranks * self.rank) * (1 + self.others)
         return max(1.0, asked / self.there)
 
@@ -104,7 +104,7 @@ class ProcessorCosts:
     rank_gains: Mapping[int, float] = field(default_factory=lambda: RANK_GAINS)
 
     def scaled(self, factor: float) -> "ProcessorCosts":
-        """The same with all seconds so many times as long."""
+        """The same with all seconds multiplied by `factor`."""
         seconds = {name: factor * value for name, value in vars(self).items() if name.endswith("_s")}
         return replace(self, **seconds)
 
@@ -114,7 +114,7 @@ NOTHING = ProcessorCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class ProcessorDurations:
-    """Durations of one split of a machine with so many cores; implements `Durations`."""
+    """Durations of one split of a machine's cores; implements `Durations`."""
 
     costs: ProcessorCosts
     config: RunConfig

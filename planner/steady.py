@@ -151,7 +151,7 @@ def _batch_s(engines: Sequence[EngineGroup], work: Workload) -> float:
 
 
 def _full_s(engines: Sequence[EngineGroup], under_way: Sequence[float], work: Workload) -> float:
-    """Seconds of a batch's tokens by engines that decode so many sequences at a time."""
+    """Seconds of a batch's tokens by engines that decode `under_way` sequences at a time."""
     rates = (one.count * _rate(one, work, number) for one, number in zip(engines, under_way, strict=True))
     return work.num_rows / sum(rates)
 
@@ -177,7 +177,7 @@ def _most(one: EngineGroup, engines: Sequence[EngineGroup], work: Workload) -> f
 
 
 def _rate(one: EngineGroup, work: Workload, sequences: float) -> float:
-    """Sequences a second of one engine that decodes so many in the mean: with less than one it is idle at times."""
+    """Sequences a second of one engine that decodes `sequences` in the mean: with less than one it is idle at times."""
     step = one.durations.decode_s(max(1.0, sequences), work.lengths.mean_context)
     prefill = one.durations.prefill_s(work.lengths.prompt) / work.group_size
     return sequences / (work.lengths.mean * step + sequences * prefill)
@@ -192,7 +192,7 @@ def _split(engines: Sequence[EngineGroup], work: Workload) -> list[tuple[EngineG
 
 
 def _drained_s(one: EngineGroup, work: Workload, rows: float) -> float:
-    """Seconds in which one engine makes so many rows, with nothing after them."""
+    """Seconds in which one engine makes `rows` rows, with nothing after them."""
     lengths = work.lengths
     prefill = rows / work.group_size * one.durations.prefill_s(lengths.prompt)
     if rows <= one.slots:
@@ -219,7 +219,7 @@ def _decoded_s(durations: Durations, lengths: Sequence[int], others: float, befo
     return seconds
 
 
-# The others.
+# Updates and other stages.
 
 
 def _rows_of_share(work: Workload) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ the context. What comes meanwhile waits for the end of the step under way.
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -62,7 +62,7 @@ class EngineSeconds:
 
 
 class SimulatedEngine:
-    """Lifecycle: `take` and `load` at any time, `finished` is told of each group; `end` when it is gone."""
+    """Lifecycle: `take` and `load` at any time, `finished` is called with each group; `end` when it is gone."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class SimulatedEngine:
         self._token += 1
         self._clock.at(time, self._turn, (self._token, steps))
 
-    def _turn(self, told: tuple[int, int]) -> None:
-        token, steps = told
+    def _turn(self, event: tuple[int, int]) -> None:
+        token, steps = event
         if token != self._token:
             return
         now, state = self._clock.now, self._state
@@ -265,7 +265,7 @@ class SimulatedEngine:
         return steps * self._first_s + self._growth_s * steps * (steps - 1) / 2
 
     def _steps_until(self, seconds: float) -> int:
-        """Number of steps under way that end after so many seconds: those before, and the one that is being made."""
+        """Number of steps under way that end after `seconds`: those before, and the one that is being made."""
         if not seconds:
             return 0
         late = seconds * (1 - 1e-12)
@@ -293,42 +293,26 @@ class FleetChanges:
     """Times in seconds, each with the number of engines that join then."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """What engines are asked for."""
-
-    stages: tuple[str, ...]
-    """Stages that engines serve."""
-    columns: dict[str, tuple[str, ...]]
-    """Columns that each writes."""
-    max_groups: int
-    """Most groups that one engine has."""
-
-
 class SimulatedEngines:
     """Lifecycle: `begin` once; `load` brings each version to all of them."""
 
     def __init__(
-        self,
-        durations: Sequence[Durations],
-        sampling: Sampling,
-        store: SimulatedStore,
-        clock: Clock,
-        samples: SimulatedSamples,
-        changes: FleetChanges,
-        random: Random,
-    ) -> None:
-        """`durations`: of each engine; those that join are as the last one."""
-        self._durations, self._sampling, self._store, self._clock = durations, sampling, store, clock
+        self, durations: Sequence[Durations], columns: Mapping[str, Sequence[str]], max_groups: int,
+        store: SimulatedStore, samples: SimulatedSamples, changes: FleetChanges, random: Random,
+    ) -> None:  # fmt: skip
+        """`durations`: of each engine; those that join are as the last one. `columns`: that each stage of engines
+        writes, first the rollout's. `max_groups`: of one engine at a time."""
+        self._durations, self._columns, self._max_groups = durations, columns, max_groups
+        self._store, self._clock, self._rollout = store, store.clock, next(iter(columns))
         self._samples, self._changes, self._random = samples, changes, random
         self.there: dict[str, SimulatedEngine] = {}
         """Engines that serve, or start, by name."""
         self.newest = 0
         """The newest version that is sealed."""
-        self.told_load: Callable[[str, int, float], None] = lambda name, version, began: None
-        """Told of each engine that serves a version, and since when it was to load it."""
-        self.told: Callable[[str, str], None] = lambda kind, name: None
-        """Told of engines that are `lost`, `replaced` or `joined`."""
+        self.on_load: Callable[[str, int, float], None] = lambda name, version, began: None
+        """Called with each engine that serves a version, and the time at which its load was due."""
+        self.on_change: Callable[[str, str], None] = lambda kind, name: None
+        """Called with `lost`, `replaced` or `joined`, and the engine."""
         self.num_lost = 0
         self._served: Callable[[], None] | None = None
         self._loading: set[str] = set()
@@ -363,10 +347,10 @@ class SimulatedEngines:
 
     def _ask(self, engine: SimulatedEngine) -> None:
         """Ask for as many groups as there is room for, unless it has asked."""
-        most = self._sampling.max_groups
+        most = self._max_groups
         if len(engine.groups) >= most:
             return
-        for stage in self._sampling.stages:
+        for stage in self._columns:
             if (engine.name, stage) not in self._asking:
                 self._asking.add((engine.name, stage))
                 client = self._client(engine.name)
@@ -379,7 +363,7 @@ class SimulatedEngines:
         for lease in leases:
             for group, mask in lease.open.items():
                 rows = row_ids(group, mask, residents.size)
-                indices = [row % residents.size for row in rows] if stage == self._sampling.stages[0] else [0]
+                indices = [row % residents.size for row in rows] if stage == self._rollout else [0]
                 lengths = [self._samples.length(group, sample) for sample in indices]
                 prompt = residents.groups[group].prompt_tokens
                 found.append(SampledGroup(lease, group, rows, prompt, lengths, stage))
@@ -387,12 +371,12 @@ class SimulatedEngines:
         self._ask(engine)
 
     def _finished(self, engine: SimulatedEngine, sampled: SampledGroup) -> None:
-        lengths, columns = list(sampled.lengths), self._sampling.columns[sampled.stage]
-        if sampled.stage == self._sampling.stages[0]:
+        lengths, columns = list(sampled.lengths), self._columns[sampled.stage]
+        if sampled.stage == self._rollout:
             oldest, sums = engine.versions_of(sampled)
             facts = Facts([TOKEN_BYTES * length for length in lengths], oldest, lengths)
             self._store.notes[sampled.group].version_sums = sums
-        else:  # one response, whose text is told to all rows of the group
+        else:  # one response, whose text all rows of the group get
             facts = Facts([4 * lengths[0]] * len(sampled.rows))
         self._store.write(sampled.lease, sampled.stage, sampled.rows, columns, facts)
         self._ask(engine)
@@ -411,7 +395,7 @@ class SimulatedEngines:
             self._ask(engine)
         if engine.name in self._loading and version >= self.newest:
             self._loading.discard(engine.name)
-            self.told_load(engine.name, version, self._load_began)
+            self.on_load(engine.name, version, self._load_began)
             self._look()
 
     def _look(self) -> None:
@@ -439,23 +423,23 @@ class SimulatedEngines:
         engine.end()
         self._gone.append(engine.count())
         self.num_lost += 1
-        self._asking -= {(name, stage) for stage in self._sampling.stages}
+        self._asking -= {(name, stage) for stage in self._columns}
         self._starting.discard(name)
         self._store.leave(self._client(name), name)
-        self.told("lost", name)
+        self.on_change("lost", name)
         self._loading.discard(name)
         self._look()
         self._clock.at(self._clock.now + self._changes.replaced_s, self._replace, name)
 
     def _replace(self, name: str) -> None:
         self._start(name)
-        self.told("replaced", name)
+        self.on_change("replaced", name)
 
     def _join(self, count: int) -> None:
         for _ in range(count):
             name = f"Rollout-{len(self._incarnations)}"
             self._start(name)
-            self.told("joined", name)
+            self.on_change("joined", name)
 
     def _start(self, name: str) -> None:
         """Start an engine, which loads the newest version before it asks for anything."""

@@ -1,7 +1,7 @@
-"""A virtual clock with what is to happen, and the store's part of a simulated run: its ledger, who waits for what, and
-who is next.
+"""A virtual clock with its events, and the store's part of a simulated run: its ledger, and the order of those that
+wait.
 
-    event at its time ─▶ ledger ─ Effects ─▶ settle: consumers, rounds, prompts that may go on ─▶ further events
+    event at its time ─▶ ledger ─ Effects ─▶ settle: consumers, rounds, prompts that may continue ─▶ further events
 
 All events of one moment happen before anybody is woken, as in a turn of the store's loop.
 """
@@ -89,7 +89,7 @@ class SimulatedStore:
 
     def __init__(self, spec: StoreSpec, clock: Clock, log: WorkLog | None = None) -> None:
         """`log`: notes who works on what; None: nobody will read it."""
-        self.ledger, self._clock, self._log = Ledger(spec), clock, log
+        self.ledger, self.clock, self._log = Ledger(spec), clock, log
         self.clients = Clients(self.ledger)
         self._allotments = [Allotment(stage.name, self.ledger, self.clients) for stage in spec.stages]
         self._asking: list[dict[str, Asking]] = [{} for _ in spec.stages]
@@ -113,7 +113,7 @@ class SimulatedStore:
 
     def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int = 0) -> int | None:
         """Admit a group. Returns its number, None without a credit."""
-        group, effects = self.ledger.admit(self._clock.now, nbytes, prompt_tokens, response_tokens)
+        group, effects = self.ledger.admit(self.clock.now, nbytes, prompt_tokens, response_tokens)
         self.carry_out(effects)
         if group is not None and self._log is not None:
             self._log.admitted(group)
@@ -143,7 +143,7 @@ class SimulatedStore:
             self._log.granted(lease_id, stage, owner)
 
     def write(self, lease: HeldLease, stage: str, rows: list[int], columns: Sequence[str], facts: Facts) -> None:
-        now, size = self._clock.now, self.ledger.spec.group_size
+        now, size = self.clock.now, self.ledger.spec.group_size
         _, effects = self.ledger.write(lease.id, stage, rows, columns, facts, now)
         groups = {row // size for row in rows} if len(rows) > 1 else (rows[0] // size,)
         for self.last_group in groups:
@@ -168,7 +168,7 @@ class SimulatedStore:
                 self.superseded(client, lease_id, group)
 
     def settle(self) -> None:
-        """Wake those that there may be something for, until nobody can go on at this moment."""
+        """Wake waiting members until none can proceed at this moment."""
         while (due := self._due).stages or due.rounds or due.credits:
             self._due = Effects()
             stages, index = due.stages | due.rounds, 0
@@ -203,7 +203,7 @@ class SimulatedStore:
         self, allotment: Allotment, asking: dict[str, Asking], first: LeaseRequest, requests: list[LeaseRequest]
     ) -> bool:
         """Let a request try. `requests`: those that wait, it among them."""
-        leases = allotment.take(first, requests, self._clock.now)
+        leases = allotment.take(first, requests, self.clock.now)
         if not leases:
             return False
         given = asking.pop(first.client).given
@@ -216,7 +216,7 @@ class SimulatedStore:
     def _be_patient(self, index: int) -> None:
         if index not in self._patience:
             self._patience.add(index)
-            self._clock.at(self._clock.now + PATIENCE_S, self._lose_patience, index)
+            self.clock.at(self.clock.now + PATIENCE_S, self._lose_patience, index)
 
     def _lose_patience(self, index: int) -> None:
         self._patience.discard(index)
@@ -229,7 +229,7 @@ class SimulatedStore:
         sampling, at = self.ledger.residents.sampling, self.ledger.residents.stragglers.next_overdue()
         if sampling is not None and at is not None and at < self._straggler_at:
             self._straggler_at = at
-            self._clock.at(max(at, self._clock.now), self._has_straggler, sampling.index)
+            self.clock.at(max(at, self.clock.now), self._has_straggler, sampling.index)
 
     def _has_straggler(self, index: int) -> None:
         self._straggler_at = float("inf")

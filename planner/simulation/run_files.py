@@ -2,7 +2,7 @@
 
     SimulatedStep, the store's work log ─▶ spans.jsonl, timeline.json      StepReport, counters ─▶ metrics.jsonl
 
-Lines are made by what makes a run's own. Times go on from the moment at which the simulation began. There are no
+The code of real runs makes the lines. Times continue from the moment at which the simulation began. There are no
 rewards, losses or samples: nothing is computed.
 """
 
@@ -47,9 +47,9 @@ class RunFiles:
         self._busy: dict[str, float] = {}
         self._lost_at: dict[str, float] = {}
         simulation.trainer.watchers.append(self)
-        simulation.trainer.told = self._changed
+        simulation.trainer.on_change = self._changed
         if simulation.engines is not None:
-            simulation.engines.told, simulation.engines.told_load = self._changed, self._loaded
+            simulation.engines.on_change, simulation.engines.on_load = self._changed, self._loaded
         directory.clock = lambda: self._at(simulation.clock.now)
         directory.event("start", num_steps=self._config.trainer.max_steps, simulated=True)
         reserved = {"cpus": sum(actor.num_cpus for actor in simulation.plan),

@@ -60,8 +60,8 @@ def run(written: RunConfig, asked: Namespace, console: Console) -> None:
         if files is not None:
             files.close()
     show(config, lengths, found, time.monotonic() - began, console)
-    if members.told:
-        console.print(members.told, highlight=False, markup=False, soft_wrap=True)
+    if members.notes:
+        console.print(members.notes, highlight=False, markup=False, soft_wrap=True)
     if directory is not None:
         console.print(f"penstock ui {directory.path}", highlight=False, markup=False, soft_wrap=True)
 
@@ -73,7 +73,7 @@ class MemberDurations:
     ranks: Durations
     engines: Sequence[Durations] = ()
     """Durations of each engine, where they are on several kinds of GPUs."""
-    told: str = ""
+    notes: str = ""
     """Where kernel times come from."""
 
 
@@ -96,10 +96,10 @@ def member_durations(config: RunConfig, asked: Namespace, pilot: Pilot | None) -
     ranks, engines = gpu_kinds_of_members(config, search)
     memory = search.memory(config, ranks)
     of_kind = {kind: search.durations(memory, kind, ranks) for kind in {ranks, *engines}}
-    told = describe_kernel_sources(of_kind[kind].engine for kind in dict.fromkeys(engines or [ranks]))
+    notes = describe_kernel_sources(of_kind[kind].engine for kind in dict.fromkeys(engines or [ranks]))
     if keys := uncounted_keys(config):
-        told += f"\nNot counted: {', '.join(keys)}."
-    return MemberDurations(of_kind[ranks], [of_kind[kind] for kind in engines], told)
+        notes += f"\nNot counted: {', '.join(keys)}."
+    return MemberDurations(of_kind[ranks], [of_kind[kind] for kind in engines], notes)
 
 
 def gpu_kinds_of_members(config: RunConfig, search: Search) -> tuple[GpuKind, list[GpuKind]]:

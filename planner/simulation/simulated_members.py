@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from random import Random
 
 from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig
 from penstock.planner.durations import Durations
-from penstock.planner.simulation.events import Clock, SimulatedStore
+from penstock.planner.simulation.events import SimulatedStore
 from penstock.store.ledger.group import Facts, row_ids
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.service.wire import LeaseRequest
@@ -72,13 +73,13 @@ class StageResults:
         self, store: SimulatedStore, stage: StageSpec, samples: SimulatedSamples, reason: str, random: Random
     ) -> None:
         """`reason`: of a filter's drops; empty for other stages."""
-        self._store, self._stage, self._samples = store, stage, samples
+        self.store, self.stage, self._samples = store, stage, samples
         self._dropped, self._reason, self._random = samples.dropped if reason else 0.0, reason, random
         self._makes_responses = "response_ids" in stage.writes
 
     def write(self, lease: HeldLease) -> None:
         """Write the results of all rows of a lease that are open."""
-        size, rows = self._store.ledger.residents.size, list[int]()
+        size, rows = self.store.ledger.residents.size, list[int]()
         for group, mask in list(lease.open.items()):
             found = row_ids(group, mask, size)
             if self._dropped:
@@ -90,25 +91,28 @@ class StageResults:
         if self._makes_responses:
             lengths = [self._samples.length(row // size, row % size) for row in rows]
             facts = Facts([4 * length for length in lengths], response_tokens=lengths)
-        self._store.write(lease, self._stage.name, rows, self._stage.writes, facts)
+        self.store.write(lease, self.stage.name, rows, self.stage.writes, facts)
 
     def _kept(self, lease: HeldLease, rows: list[int]) -> list[int]:
-        units = [[row] for row in rows] if self._stage.unit == "sample" else [rows]
+        units = [[row] for row in rows] if self.stage.unit == "sample" else [rows]
         lost = [row for unit in units if self._random.random() < self._dropped for row in unit]
         if lost:
-            self._store.carry_out(self._store.ledger.drop(lease.id, self._stage.name, lost, self._reason))
+            self.store.carry_out(self.store.ledger.drop(lease.id, self.stage.name, lost, self._reason))
         return [row for row in rows if row not in lost]
 
 
 class StageActor:
     """An actor of a stage: takes what is free, up to `MOST_UNITS` at a time. Lifecycle: `ask` once."""
 
-    def __init__(
-        self, name: str, stage: str, store: SimulatedStore, clock: Clock, durations: Durations, results: StageResults
-    ) -> None:
-        self.name, self.stage, self.busy_s = name, stage, 0.0
-        self._store, self._clock, self._durations, self._results = store, clock, durations, results
-        self._request = LeaseRequest(stage, MOST_UNITS, name, client=name)
+    def __init__(self, name: str, results: StageResults, durations: Durations) -> None:
+        self.name, self.stage, self.busy_s = name, results.stage.name, 0.0
+        self._store, self._clock, self._durations, self._results = (
+            results.store,
+            results.store.clock,
+            durations,
+            results,
+        )
+        self._request = LeaseRequest(self.stage, MOST_UNITS, name, client=name)
 
     def ask(self) -> None:
         self._store.ask(self._request, self._begin)
@@ -132,39 +136,28 @@ class ScorerTeam:
     """All ranks of a model that is not trained: they share rounds, and the slowest decides. Lifecycle: woken by the
     store."""
 
-    def __init__(
-        self,
-        names: list[str],
-        stage: str,
-        store: SimulatedStore,
-        clock: Clock,
-        durations: Durations,
-        results: StageResults,
-        num_shares: int,
-    ) -> None:
-        """`num_shares`: ranks that get rows of their own."""
-        self.names, self.stage, self.busy_s = names, stage, 0.0
-        self._store, self._clock, self._durations, self._results = store, clock, durations, results
+    def __init__(self, owner: str, results: StageResults, durations: Durations, num_shares: int) -> None:
+        """`owner`: name of the first rank. `num_shares`: ranks that get rows of their own."""
+        self._owner, self.stage, self._store = owner, results.stage.name, results.store
+        self._clock, self._durations, self._results = results.store.clock, durations, results
         self._num_shares, self._number, self._is_busy = num_shares, 0, False
-        store.rounds[stage] = self._look
+        self._store.rounds[self.stage] = self._look
 
     def _look(self) -> None:
         ledger = self._store.ledger
         if self._is_busy or not ledger.residents.stage(self.stage).num_free:
             return
-        owner = self.names[0]
         made, effects = ledger.lease_shared(
-            self.stage, self._number, self._num_shares, MOST_UNITS, owner, self._clock.now
+            self.stage, self._number, self._num_shares, MOST_UNITS, self._owner, self._clock.now
         )
         self._store.carry_out(effects)
         if made is None:
             return
-        self._store.granted(made.lease_id, self.stage, owner)
+        self._store.granted(made.lease_id, self.stage, self._owner)
         self._is_busy = True
         parts = [part for rank in range(self._num_shares) if (part := ledger.rows_of_rank(made, rank))]
         tokens = [tokens_of(self._store, part) for part in parts]
         seconds = max(self._durations.stage_s(self.stage, len(p), t) for p, t in zip(parts, tokens, strict=True))
-        self.busy_s += seconds
         self._clock.at(self._clock.now + seconds, self._finish, made.lease_id)
 
     def _finish(self, lease_id: int) -> None:
@@ -173,3 +166,8 @@ class ScorerTeam:
         self._number += 1
         self._is_busy = False
         self._look()
+
+
+def shares_of_ranks(config: RunConfig) -> int:
+    """Number of the trainer's ranks that get rows of their own."""
+    return config.trainer.num_ranks // config.trainer.ranks_per_row

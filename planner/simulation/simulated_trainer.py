@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+from penstock.conf.run import RunConfig
 from penstock.planner.durations import Durations
 from penstock.planner.simulation.engines import FleetChanges, SimulatedEngines
-from penstock.planner.simulation.events import Clock, SimulatedStore
+from penstock.planner.simulation.events import SimulatedStore
+from penstock.planner.simulation.simulated_members import shares_of_ranks
 from penstock.store.ledger.rounds import Round
 
 TRAIN, PROMPTS = "train", "prompts"
@@ -69,24 +71,17 @@ class SimulatedTrainer:
     """Lifecycle: woken by the store; `is_over` once all steps were made and their versions are served."""
 
     def __init__(
-        self,
-        num_steps: int,
-        num_ranks: int,
-        num_shares: int,
-        is_synchronous: bool,
-        store: SimulatedStore,
-        clock: Clock,
-        durations: Durations,
-        engines: SimulatedEngines | None,
+        self, config: RunConfig, store: SimulatedStore, durations: Durations, engines: SimulatedEngines | None
     ) -> None:
-        """`num_shares`: ranks that get rows of their own, of `num_ranks`. `engines`: None where nothing is sampled."""
-        self._num_steps, self._num_ranks, self._num_shares = num_steps, num_ranks, num_shares
-        self._is_synchronous, self._store, self._clock = is_synchronous, store, clock
+        """`engines`: None where nothing is sampled."""
+        self._num_steps, self._num_ranks = config.trainer.max_steps, config.trainer.num_ranks
+        self._num_shares = shares_of_ranks(config)
+        self._is_synchronous, self._store, self._clock = config.max_staleness == 0, store, store.clock
         self._durations, self._engines = durations, engines
         self._turn_s = durations.turn_s() if engines is not None else 0.0
         self.watchers: list[Watcher] = []
-        self.told: Callable[[str, str], None] = lambda kind, name: None
-        """Told of ranks that are `lost` or `replaced`."""
+        self.on_change: Callable[[str, str], None] = lambda kind, name: None
+        """Called with `lost` or `replaced`, and the name of the first rank."""
         self.num_lost = 0
         self.num_served = 0
         self._made: Round | None = None
@@ -251,7 +246,7 @@ class SimulatedTrainer:
             self._publish()
 
     def _close(self, step: SimulatedStep) -> None:
-        """Go on to the next step."""
+        """Begin the next step."""
         now = step.closed = self._clock.now
         for watcher in self.watchers:
             watcher.closed(step)
@@ -266,7 +261,7 @@ class SimulatedTrainer:
         if self._phase == OVER and self._is_sealed:
             return
         self.num_lost += 1
-        self.told("lost", "Trainer-policy-0")
+        self.on_change("lost", "Trainer-policy-0")
         self._back_at = self._clock.now + replaced_s
         if not self._is_sealed:
             self._writing += 1  # what was written of it is nothing
@@ -279,7 +274,7 @@ class SimulatedTrainer:
 
     def _back(self) -> None:
         if self._clock.now >= self._back_at:
-            self.told("replaced", "Trainer-policy-0")
+            self.on_change("replaced", "Trainer-policy-0")
             if self._published is not None and not self._is_sealed:
                 self._write(self._published)
             self._look()

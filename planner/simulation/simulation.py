@@ -23,7 +23,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.resolved import resolve
 from penstock.planner.durations import Durations
 from penstock.planner.processors import Cores
-from penstock.planner.simulation.engines import EngineSeconds, FleetChanges, Sampling, SimulatedEngines
+from penstock.planner.simulation.engines import EngineSeconds, FleetChanges, SimulatedEngines
 from penstock.planner.simulation.events import Clock, SimulatedStore
 from penstock.planner.simulation.simulated_members import (
     ScorerTeam,
@@ -31,6 +31,7 @@ from penstock.planner.simulation.simulated_members import (
     SimulatedSamples,
     StageActor,
     StageResults,
+    shares_of_ranks,
 )
 from penstock.planner.simulation.simulated_trainer import PROMPTS, SimulatedStep, SimulatedTrainer
 from penstock.store.service.work_log import WorkLog
@@ -75,11 +76,9 @@ class SimulationResult:
 class ResultCounter:
     """A watcher that counts. Lifecycle: told of each step; `result` once the run is over."""
 
-    def __init__(
-        self, store: SimulatedStore, clock: Clock, engines: SimulatedEngines | None, num_steps: int, num_first: int
-    ) -> None:
+    def __init__(self, store: SimulatedStore, engines: SimulatedEngines | None, num_steps: int, num_first: int) -> None:
         """`num_first`: steps that fill the pipeline."""
-        self._store, self._clock, self._engines, self._num_steps = store, clock, engines, num_steps
+        self._store, self._clock, self._engines, self._num_steps = store, store.clock, engines, num_steps
         self._num_first = num_first if num_first < num_steps else 0
         self._began, self._before = 0.0, EngineSeconds()
         """Seconds after which the steps that count began, and what engines had done until then."""
@@ -181,26 +180,21 @@ class Simulation:
     """Time of the run's begin in seconds since the epoch, for a log of who works on what; None: none is kept."""
 
     def __post_init__(self) -> None:
-        config, trainer = self.config, self.config.trainer
-        run = resolve(config)
+        config, run = self.config, resolve(self.config)
         self.flow, self.plan = run.flow, run.plan
         spec = replace(StoreSpec.of(self.flow, config, strict=True), lease_timeout_s=NEVER_S)
         self.clock, random = Clock(), Random(config.seed)
         epoch_s = self.epoch_s
         self.log = WorkLog(lambda: epoch_s + self.clock.now) if epoch_s is not None else None
         self.store = SimulatedStore(spec, self.clock, self.log)
-        self.num_shares = trainer.num_ranks // (trainer.tensor_parallel_size * trainer.sequence_parallel_size)
-        self.engines = self._made_engines(random) if self.flow.of_kind(ROLLOUT) else None
-        self.trainer = SimulatedTrainer(
-            trainer.max_steps, trainer.num_ranks, self.num_shares, config.max_staleness == 0,
-            self.store, self.clock, self.durations, self.engines,
-        )  # fmt: skip
+        self.engines = self._make_engines(random) if self.flow.of_kind(ROLLOUT) else None
+        self.trainer = SimulatedTrainer(config, self.store, self.durations, self.engines)
         self.trainer.lose_ranks_at_random(self.changes, random)
         brings = "response_ids" in (column.name for column in self.flow.stage("source").writes)
         SimulatedPrompts(self.store, self.samples, brings)
-        self.actors = [actor for stage in spec.stages for actor in self._made_actors(stage, random)]
+        self.actors = [actor for stage in spec.stages for actor in self._make_actors(stage, random)]
         num_first = config.max_staleness + 1 if self.engines is not None else 0
-        self.account = ResultCounter(self.store, self.clock, self.engines, trainer.max_steps, num_first)
+        self.account = ResultCounter(self.store, self.engines, config.trainer.max_steps, num_first)
         self.trainer.watchers.append(self.account)
 
     def run(self) -> SimulationResult:
@@ -230,20 +224,14 @@ class Simulation:
                 busy = sum(engine.is_busy for engine in self.engines.there.values()) if self.engines else 0
                 clock.pace = self.cores.pace(busy, trainer.num_working)
 
-    def _made_engines(self, random: Random) -> SimulatedEngines:
-        config, size = self.config, self.flow.samples_per_prompt
-        stages = [stage for kind in (ROLLOUT, GREEDY) for stage in self.flow.of_kind(kind)]
-        sampling = Sampling(
-            tuple(stage.name for stage in stages),
-            {stage.name: tuple(column.name for column in stage.writes) for stage in stages},
-            max(1, config.rollout.max_concurrent_samples // size),
-        )
-        return SimulatedEngines(
-            self.engine_durations or [self.durations] * config.rollout.least_workers, sampling, self.store,
-            self.clock, self.samples, self.changes, random,
-        )  # fmt: skip
+    def _make_engines(self, random: Random) -> SimulatedEngines:
+        rollout, stages = self.config.rollout, [*self.flow.of_kind(ROLLOUT), *self.flow.of_kind(GREEDY)]
+        durations = self.engine_durations or [self.durations] * rollout.least_workers
+        columns = {stage.name: tuple(column.name for column in stage.writes) for stage in stages}
+        max_groups = max(1, rollout.max_concurrent_samples // self.flow.samples_per_prompt)
+        return SimulatedEngines(durations, columns, max_groups, self.store, self.samples, self.changes, random)
 
-    def _made_actors(self, spec: StageSpec, random: Random) -> list[StageActor]:
+    def _make_actors(self, spec: StageSpec, random: Random) -> list[StageActor]:
         """Make the actors that serve a stage, besides engines and the trainer's ranks."""
         stage = self.flow.stage(spec.name)
         if stage.kind in (ROLLOUT, GREEDY, "train"):
@@ -252,9 +240,9 @@ class Simulation:
         results = StageResults(self.store, spec, self.samples, reason, random)
         names = [actor.name for actor in self.plan if actor.stage == spec.name]
         if stage.kind in ("logprobs", "scores"):
-            ScorerTeam(names, spec.name, self.store, self.clock, self.durations, results, self.num_shares)
+            ScorerTeam(names[0], results, self.durations, shares_of_ranks(self.config))
             return []
-        return [StageActor(name, spec.name, self.store, self.clock, self.durations, results) for name in names]
+        return [StageActor(name, results, self.durations) for name in names]
 
 
 @contextlib.contextmanager
