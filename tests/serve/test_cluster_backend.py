@@ -313,7 +313,7 @@ def test_samples_of_one_tenant_that_each_end_an_engine_are_charged_to_it_alone(m
     run(one, scenario)
 
 
-def test_tenants_that_lost_an_engine_together_share_none_for_a_while_and_both_sample_on(made):
+def test_tenants_that_lost_an_engine_together_share_none_for_a_while(made):
     fleet, one = made
     shared = []
 
@@ -335,7 +335,7 @@ def test_tenants_that_lost_an_engine_together_share_none_for_a_while_and_both_sa
 
 
 @pytest.mark.parametrize("deaths", [1, 2, 3, 1000])
-def test_an_adapter_whose_loading_ends_engines_is_given_up_and_the_engines_come_back(made, deaths):
+def test_an_adapter_whose_loading_ends_engines_is_given_up(made, deaths):
     fleet, one = made
 
     async def scenario():
