@@ -1,4 +1,4 @@
-"""Configurations of the algorithms that Penstock brings. A user's own is a dataclass beside the user's dataflow.
+"""Configurations of the algorithms that come with Penstock. A user's own is a dataclass beside the user's dataflow.
 
 Policy gradients without a critic are one dataclass, with the papers' settings as its presets: most of them differ in a
 name, of the advantage, the surrogate or the correction. All settings stay open in every preset:

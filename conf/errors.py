@@ -115,7 +115,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class MemoryCheckpointError(PenstockError):
-    """An in-memory checkpoint of a trainer that is missing, damaged, or of another trainer, or that cannot be brought
+    """An in-memory checkpoint of a trainer that is missing, damaged, or of another trainer, or that cannot be copied
     to another node. The run can then only resume from its last checkpoint."""
 
 

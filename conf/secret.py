@@ -32,7 +32,7 @@ _QUERY = re.compile(r"(?i)([?&][\w.-]*(?:key|token|secret|signature|sig|passw|cr
 
 
 class Secret(str):
-    """A secret. As a text it is what may be seen of it."""
+    """A secret, whose text is what may be shown of it."""
 
     __slots__ = ("_value",)
     _value: Any
@@ -66,7 +66,7 @@ class Secret(str):
 
 
 def reveal(value: Any) -> Any:
-    """The value with each secret in it as it is."""
+    """The value with the secrets in it in plain text."""
     if isinstance(value, Secret):
         return value._value
     if isinstance(value, dict):

@@ -28,7 +28,7 @@ class WeightsConfig:
     ipc: handles to GPU memory that trainer and engine share, where both run on the same GPU.
     nccl: broadcast from rank 0 to engines on GPUs of their own, also on other nodes.
     nccl_m2n: each FSDP2 rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs
-    NVIDIA's `nccl-extensions` and NCCL 2.30.5, which vLLM does not bring.
+    NVIDIA's `nccl-extensions` and NCCL 2.30.5, which vLLM does not install.
     With the last three engines and ranks meet at the start, so the death of one is a return to the checkpoint: take
     them by name, where shared memory is short or the time of a weight sync counts for more."""
     bucket_mib: int = 256

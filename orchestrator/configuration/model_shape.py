@@ -128,7 +128,7 @@ class ModelShape:
     longest: int | None = None
     """Longest sequence, in tokens; None: not said."""
     tower: TowerShape | None = None
-    """The part that sees; None: the model reads text only."""
+    """The vision tower; None: the model reads text only."""
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> "ModelShape | None":
@@ -208,7 +208,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, experts that a token does not see and the tower that sees included; a tied tensor once."""
+        """All parameters, with all experts and the vision tower; a tied tensor once."""
         return self.num_layers * self.layer_parameters + self.root_parameters + self.tower_parameters
 
     @property

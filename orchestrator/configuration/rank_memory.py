@@ -61,7 +61,7 @@ class RankSetting:
     is_scalar: bool = False
     """True for a model with a scalar head: it has no output layer, and makes no logits."""
     picture_share: float = 0.0
-    """Largest share of a row's tokens that stand for pictures, of a model that sees."""
+    """Largest share of a row's tokens that stand for pictures, of a vision model."""
     copied_bytes: float = 0.0
     """Bytes of the copy that is published while the next step is made."""
 

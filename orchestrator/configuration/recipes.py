@@ -1,5 +1,5 @@
-"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults, and the Python files that they or
-the user bring. They are found and loaded here, and composed in `compose.py`.
+"""Recipes: directories with a `recipe.yaml` with the differences from the defaults, and the Python files of recipes and
+users. They are found and loaded here, and composed in `compose.py`.
 
     recipe=arithmetic          a directory of the package `penstock.recipes`
     recipe=path/to/directory   any other one, or its YAML file
@@ -40,7 +40,7 @@ class Recipe:
 
     @property
     def imports(self) -> list[Path]:
-        """The Python files that the recipe brings, absolute."""
+        """The recipe's Python files, absolute."""
         names = self.values.get("imports") or []
         if not isinstance(names, list):
             raise ConfigError(f"{self.file}: imports={names!r} must be a list of Python files.")
@@ -73,11 +73,11 @@ def find_recipe(name: str) -> Recipe:
 
 
 def load_file(path: Path, key: str) -> ModuleType:
-    """The module of a file that a user brings; the same file gives the same module. It is pickled by value, so that
+    """The module of a user's file; the same file gives the same module. It is pickled by value, so that
     what it defines reaches every actor. Reward processes import the same files by their path (`workers/user_code.py`).
     Raises `ConfigError` naming `key` and the fault."""
     module = import_file(str(path), key)
-    from ray import cloudpickle  # late: takes half a second, and most runs bring no file
+    from ray import cloudpickle  # late: takes half a second, and most runs have no such file
 
     # Actors run elsewhere and cannot import a user's file by its name; its functions travel as code.
     cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A run as it is carried out: the configuration, made complete, and what follows from it.
+"""A run as it is carried out: its complete configuration, and what follows from it.
 
 RunConfig ─▶ resolve ─▶ ResolvedRun: checks, `penstock validate`, sweeps, plans, simulations
                             │ on a cluster
@@ -22,7 +22,7 @@ from penstock.orchestrator.configuration.recipes import load_file
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run with all that is known of it. Where more becomes known, another one is made of it."""
+    """A run with all that is known of it. Later steps return a copy with more."""
 
     config: RunConfig
     """The configuration with absolute paths, its sections checked against each other."""
@@ -41,7 +41,7 @@ class ResolvedRun:
 
 
 def resolve(config: RunConfig, flow: Dataflow | None = None) -> ResolvedRun:
-    """Resolve a configuration, loaded or made in Python, which stays as it is: paths become absolute, the user's files
+    """Resolve a configuration, loaded or made in Python, which is not changed: paths become absolute, the user's files
     are imported. `flow`: the user's own dataflow; None: that of `config.algorithm`. Raises `ConfigError` for what
     `load_config` refuses."""
     own = deepcopy(config)

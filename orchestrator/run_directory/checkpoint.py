@@ -35,7 +35,7 @@ class Checkpoint:
     """Metrics of the last update, as far as known: its line of metrics.jsonl, should the run die before it is
     written."""
     store_directory: str = ""
-    """The local directory that `store/` was brought to from a URL."""
+    """The local directory that `store/` was fetched to from a URL."""
 
     @property
     def trainer(self) -> str:

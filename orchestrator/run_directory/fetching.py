@@ -31,8 +31,8 @@ RECORDS = ("config.yaml", RUN_ID, METRICS, "cluster.json", EVENTS)
 
 
 def fetch_run(place: RunPlace) -> None:
-    """Bring the run's newest state into its working copy: what is at the URL replaces it if another machine went on
-    since. Raises `RunInUse`, `CheckpointError`."""
+    """Fetch the run's newest state into its working copy: what is at the URL replaces it if another machine has
+    continued the run. Raises `RunInUse`, `CheckpointError`."""
     if place.url is None or not _is_ahead(place.path, place.url):
         return
     lock = RunLock.take(place.path, place.url)
@@ -64,7 +64,7 @@ def open_at(run: str, *, more: Callable[[Sequence[str]], Iterable[str]] = lambda
 
 
 def fetch_files(directory: RunDirectory, names: Iterable[str]) -> None:
-    """Bring further files of a run at a URL, that are not here yet; one that cannot be had is left out."""
+    """Fetch further files of a run at a URL, unless they are here; one that cannot be fetched is left out."""
     record = MirrorRecord.of(directory.path, directory.url or "")
     for name in names if directory.url else ():
         if not (directory.path / name).exists():
@@ -75,8 +75,8 @@ def fetch_files(directory: RunDirectory, names: Iterable[str]) -> None:
 
 
 def upload_all(directory: RunDirectory) -> None:
-    """Bring to a run's URL what is in its working copy, or was made in a copy of it, and is not there. A process that
-    works in it does so itself. Raises `CheckpointError` that names what could not be brought."""
+    """Upload what is in a run's working copy, or was made in a copy of it, and is missing at its URL. A process that
+    works in it does so itself. Raises `CheckpointError` that names what could not be uploaded."""
     assert directory.url is not None
     try:
         lock = RunLock.take(directory.path, directory.url)

@@ -87,8 +87,8 @@ def due(
 ) -> list[str]:
     """The files to upload now, in order: lines come last, since they refer to the other files.
 
-    `before`: what the last look has seen; a file that still changes is not whole. `waited_s`: seconds since the last
-    upload of a file, for those that are appended to. `everything`: nothing is written any more.
+    `before`: files as the last pass listed them; a file that still changes is not whole. `waited_s`: seconds since the
+    last upload of a file, for those that are appended to. `everything`: nothing is written any more.
     """
 
     def is_due(name: str) -> bool:
@@ -110,8 +110,8 @@ def due(
 
 
 def replaced_model_files(seen: Mapping[str, FileStamp], uploaded: Mapping[str, FileStamp]) -> list[str]:
-    """Uploaded files of a model that has been written again in other files. Nothing counts as gone while the directory
-    itself cannot be seen."""
+    """Uploaded files of a model that has been written again in other files. Nothing counts as replaced while the
+    directory itself cannot be read."""
     if "config.yaml" not in seen:
         return []
     return [name for name in uploaded if name not in seen and "model" in PurePosixPath(name).parent.parts]
@@ -138,7 +138,7 @@ def is_ahead(remote: RunRecords | None, local: RunRecords | None) -> bool:
 
     Events are appended and never cut, and each process that takes a run up begins with one. So a copy that begins with
     all events of the other is as new, or newer; where neither does, another machine went on from what was at the URL,
-    and what this one did not bring there any more was done again.
+    and what this one did not upload was done again.
     """
     if remote is None or local is None:
         return remote is not None

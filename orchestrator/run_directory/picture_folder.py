@@ -3,7 +3,7 @@
     samples/step_N.parquet   pictures: ["3f0c….png", …], a list a row        pictures/3f0c….png   as the model got it
 
 Rows of a prompt name a picture for each mark of their prompt's text. Rows of an environment name the pictures of their
-conversation in the order in which they were seen first, and its parts count by this order.
+conversation in the order of their first appearance, and its parts count by this order.
 """
 
 import hashlib
