@@ -42,7 +42,7 @@ escape: setup ## attacks on the sandbox that code of models runs in; they fail w
 	$(BIN)/python -m pytest tests/sandbox tests/workers/sandbox $(ARGS)
 
 soak: setup .venv-tinker38/.locked ## before a release: a million random events and more in the store, twenty kills of a run, ten minutes of faults of a server; about an hour
-	PENSTOCK_AMOUNT=many $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/membership/test_takeovers.py \
+	PENSTOCK_AMOUNT=many $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/recovery/test_takeovers.py \
 	  tests/workers/trainer/engines/test_layers.py tests/serve/cookbook tests/chaos/test_served_loops.py \
 	  tests/planner/test_planned_runs.py \
 	  -k "histories or staleness or kills or layers or controller or recipe or would_fit" $(ARGS)

@@ -46,7 +46,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.trainer.ranks import Meeting
-from penstock.workers.weights.publication.reused_files import reclaim
+from penstock.workers.weights.publication.publication_files import reclaim
 
 DTYPE = "bfloat16"
 """Data type of the engine, and so of publications."""

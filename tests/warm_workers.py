@@ -98,7 +98,7 @@ VLLM_MODULES = (
 """Imported before the first fork. None of them starts a thread, or draws an id of Ray's: all forks would draw the same
 next ones, as they would after `ray.scripts.scripts`."""
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-"""What vLLM reads while it is imported, as `vllm_conversion.py` has it."""
+"""What vLLM reads while it is imported, as `engine_vllm.py` has it."""
 
 
 def warm_python(directory: Path, ends_with: int, python: str = sys.executable, modules: Sequence[str] = ()) -> Path:

@@ -29,7 +29,7 @@ from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.engine_calls import LoopEngines
-from penstock.workers.weights.publication.reused_files import reclaim
+from penstock.workers.weights.publication.publication_files import reclaim
 from penstock.workers.weights.weight_senders import SendingRank, StreamTransport
 from tests.publications import SharedMemoryTransport
 

@@ -127,6 +127,6 @@ def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None
             return ray.get(agent.ask.remote((list(texts), drain_s)), timeout=longest_s)
         except ray.exceptions.GetTimeoutError:
             raise ResourceError(
-                f"{directory.path.name}: no answer within {longest_s:g} s. The run is still at work on it: see `joined` "
+                f"{directory.path.name}: no answer within {longest_s:g} s. The run still works on it: see `joined` "
                 f"and `left` in {directory.place}/events.jsonl."
             ) from None

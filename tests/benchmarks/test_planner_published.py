@@ -9,8 +9,8 @@ import yaml
 from benchmarks.planner import gains, published
 from benchmarks.planner.published_rows import FILE
 from benchmarks.planner.published_rows import rows as rows_of
-from penstock.planner.asked import known_shape
-from penstock.planner.costs.efficiencies import Efficiencies
+from penstock.planner.cost_model import Efficiencies
+from penstock.planner.plan_inputs import known_shape
 
 FACTS = yaml.safe_load(FILE.read_text(encoding="utf-8"))
 WRITE_RATE = (1.2e9, 2.2e9)

@@ -21,7 +21,7 @@ def score(response):
 ALGORITHM = """
 from penstock import AlgorithmConfig, Dataflow, algorithm
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.algorithms.advantages.outcome import group_advantage
+from penstock.algorithms.advantages import group_advantage
 
 @algorithm("mine")
 def mine(cfg: AlgorithmConfig) -> Dataflow:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.models.model_files import INDEX
-from penstock.workers.models.model_files import shard_name
+from penstock.workers.models.model_files import INDEX, shard_name
 from tests.machines.cluster import ROOT, machines
 from tests.model_files import load_model
 from tests.orchestrator.conftest import SMALL_MODEL

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from penstock.orchestrator.run_directory.pictures import name_of
+from penstock.orchestrator.run_directory.picture_folder import name_of
 
 HERE = {"pid": os.getpid(), "host": socket.gethostname()}
 """Content of run.lock for a run that goes on."""

@@ -1,6 +1,6 @@
 """The pieces of the model that a rank has. Publications, streams, exports and checkpoints are made of nothing else.
 
-Training engines name their pieces (`trainer/engines/engine.py`). A piece is one of two:
+Training engines name their pieces (`trainer/engines/train_engine.py`). A piece is one of two:
 
     run   [n]           n elements of the flattened tensor from `first` on: publications, streams, exports; ZeRO's state
     box   [rows, …]     a sub-block of the full tensor, one extent a dim: FSDP2's state, also where columns are split

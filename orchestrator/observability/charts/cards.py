@@ -1,5 +1,5 @@
 """A run in a dozen numbers: the cards of the report and of the run's page, and what `penstock run` prints at the end.
-Pure. The columns of `metrics.jsonl` are read by `ui/runs/columns.py`.
+Pure. The columns of `metrics.jsonl` are read by `observability/runs/columns.py`.
 """
 
 import statistics

@@ -4,7 +4,7 @@
     base_model.model.<layer>.lora_B.weight  [out, rank]
 
 The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `find_targets` names, and engines expect them
-(`rollout/engine_vllm_adapter.py`). File, manifest, checksums and slots are those of any publication
+(`rollout/engine_vllm_adapters.py`). File, manifest, checksums and slots are those of any publication
 (`publication.py`). Rank and alpha are not in it: they are the run's configuration, which engines are started with, and
 the shapes are held against it here, before an engine changes.
 """
