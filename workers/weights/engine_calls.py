@@ -8,8 +8,8 @@ engine takes them.
                             └─ part, part, …, end ──────────▶ deliver(part)
 
 `prepare` costs nothing; `send` and the engines' `load` must run *at the same time*, since each waits for the other, and
-before the trainer's next update changes the weights that are under way. `weight_senders.py` has the trainer's side. Weights in
-shared memory (`publication/`) need none of this: an engine's `load` gets a `Publication`.
+before the trainer's next update changes the weights that are under way. `weight_senders.py` has the trainer's side.
+Weights in shared memory (`publication/`) need none of this: an engine's `load` gets a `Publication`.
 
     LoopEngines, ActorEngines.deliver(part) ─▶ ReceivingEngine.deliver ─▶ Inbox.put ─┐
             ▲                                                                        │ part

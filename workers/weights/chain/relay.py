@@ -5,8 +5,8 @@
     upstream relays ─▶ Relay ─▶ downstream relays
                           └─▶ <root>/v00000012/, which the engines of this node load
 
-Every node that has trainer ranks or engines has one, in its agent's process (`workers/node/node_agent.py`). A version is
-begun on all of them, then the ranks write it; each relay computes the route itself (`plan.py`). What lies in shared
+Every node that has trainer ranks or engines has one, in its agent's process (`workers/node/node_agent.py`). A version
+is begun on all of them, then the ranks write it; each relay computes the route itself (`plan.py`). What lies in shared
 memory afterwards is what ranks of one node alone would have written there.
 
 Ranks report the chunks that they have written, while they write, over a Unix socket in the root:
