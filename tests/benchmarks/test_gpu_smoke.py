@@ -55,7 +55,7 @@ def test_calls_of_functions_and_methods_are_found_with_their_arguments() -> None
     engines = ROOT / "workers" / "trainer" / "engines"
     found = {(use.name, use.keywords) for use in uses_of(engines / "deepspeed.py") if use.is_call}
     assert ("DeepSpeedEngine.offload_states", ("include", "pin_memory")) in found
-    assert any(use.name == "get_device_module" for use in uses_of(engines / "engine.py"))
+    assert any(use.name == "get_device_module" for use in uses_of(engines / "train_engine.py"))
 
 
 def test_a_call_that_a_signature_does_not_take_is_told() -> None:

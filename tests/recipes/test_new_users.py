@@ -20,6 +20,10 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```python\n# (\w+\.py)\n(.*?)```\n\n    (penstock run .*?|python .*?)\n", re.DOTALL)
 PAGES = "".join((ROOT / page).read_text() for page in ("README.md", "docs/serve.md"))
 FOUND = {name: (code, command) for name, code, command in BLOCK.findall(PAGES)}
+SCORE = re.compile(
+    r"^(def score.*?\n)\n.*?^    (penstock run \S+ reward.function=my_reward.py:score)$", re.DOTALL | re.MULTILINE
+)
+FOUND["my_reward.py"] = SCORE.findall(PAGES)[0]  # the function of the first example, in a file
 SMALL = [
     "warm_start.recipe=null", "model.path=model", "rollout.engine=hf", "rollout.num_threads=1", "trainer.num_threads=1",
     "rollout.max_model_len=64", "rollout.sampling.max_tokens=8", "trainer.max_steps=2", "trainer.groups_per_step=4",
