@@ -194,7 +194,7 @@ async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monke
     tried = []
 
     async def noted(worker, machine):
-        tried.append(sandbox_worker.cgroup is not None)
+        tried.append(worker.cgroup is not None)
 
     def refuses(pid, limits):
         raise OSError("no room for another")

@@ -389,7 +389,7 @@ def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch:
     config = load_config(words)
     flow = build_dataflow(config.algorithm)
     (found,) = [one for one in checks(resolved(config, flow)) if one.name == "sandbox"]
-    assert (found.look(), found.is_told) == ("tried on the cluster's nodes when the run starts", False)
+    assert (found.look(), found.is_reported) == ("tried on the cluster's nodes when the run starts", False)
 
 
 @pytest.mark.real
