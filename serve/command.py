@@ -213,11 +213,8 @@ def server_config(config: RunConfig) -> RunConfig:
     if config.serve.full:
         return replace(named, serve=replace(config.serve, max_loaded=1, max_resident=1))
     rank = config.serve.max_rank or DEFAULT_RANK
-    return replace(
-        named,
-        serve=replace(config.serve, max_rank=rank),
-        trainer=replace(config.trainer, lora=LoraConfig(rank=rank, publish="adapter")),  # what memory is counted for
-    )
+    trainer = replace(config.trainer, lora=LoraConfig(rank=rank, publish="adapter"))  # what memory is counted for
+    return replace(named, serve=replace(config.serve, max_rank=rank), trainer=trainer)
 
 
 def _by_request(logprobs: Any, mask: Any) -> Any:

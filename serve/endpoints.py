@@ -304,7 +304,8 @@ class Exchange:
             tokens, num_samples = request.num_tokens, request.call.num_samples
         except BadRequest:
             tokens, num_samples = 1, 1  # it fails in its turn
-        await service.take_sample(sampler, Entry(seq, "sample", tokens=tokens), self.body)
+        admit = partial(service.admit, sampler.session_id)
+        await service.samples.take(sampler, Entry(seq, "sample", tokens=tokens), self.body, admit)
         request_id = f"{sampler.id}:{seq}"
         return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(num_samples)]}
 

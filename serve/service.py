@@ -14,7 +14,6 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from penstock.serve.backend import Backend
 from penstock.serve.journal import Entry, JournalDamaged, JournalError, RequestLog
 from penstock.serve.samples import Samples
 from penstock.serve.saved_weights import Checkpoints, NotFound, WeightsAddress
-from penstock.serve.sessions import Busy, ClientFacts, ClientSession, Sampler, Sessions
+from penstock.serve.sessions import Busy, ClientFacts, ClientSession, Sessions
 from penstock.serve.tenants import OPERATOR, Tenants
 from penstock.serve.training_clients import TrainingClient, TrainingLoop
 from penstock.workers.runtime.async_tasks import cancel_all
@@ -134,16 +133,12 @@ class Service:
     async def accept(self, client: TrainingClient, entry: Entry, body: bytes, identity: bytes = b"") -> Entry:
         """Take a request of a training client. Raises `Busy`, and `JournalError` while the server ends."""
         is_known = entry.seq in client.log.entries or entry.seq == client.next_seq  # which all others wait for
-        self._admit(client.facts.session_id, 0 if is_known else len(body))
+        self.admit(client.facts.session_id, 0 if is_known else len(body))
         entry = await client.accept(entry, body, identity)
         self.ranks.wake()
         return entry
 
-    async def take_sample(self, sampler: Sampler, entry: Entry, body: bytes) -> Entry:
-        """Take a request of a sampling session. Raises `Busy`, and `JournalError` while the server ends."""
-        return await self.samples.take(sampler, entry, body, partial(self._admit, sampler.session_id))
-
-    def _admit(self, session_id: str, num_bytes: int) -> None:
+    def admit(self, session_id: str, num_bytes: int) -> None:
         """Note that a session is alive. `num_bytes`: of a new request; 0: it is known. Raises `Busy` where its tenant
         has as much waiting as it may, and `JournalError` while the server ends."""
         if self.trouble:

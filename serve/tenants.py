@@ -170,8 +170,10 @@ class Schedule:
         allowed = [one for one in waiting if self.opens_in(one.tenant, now) == 0]
         if not allowed:
             return None
-        chosen = self._continued(allowed) or min(
-            allowed, key=lambda one: (self._times[one.tenant], one.tenant, self._turns.get(one.queue, 0), one.queue)
+        same = [one for one in allowed if one.queue == self._last and self._together < MOST_TOGETHER]
+        chosen = min(
+            same or allowed,
+            key=lambda one: (self._times[one.tenant], one.tenant, self._turns.get(one.queue, 0), one.queue),
         )
         self._count(chosen, now)
         return chosen
@@ -184,11 +186,6 @@ class Schedule:
     def forget(self, queue: str) -> None:
         """Forget a queue that will not be seen again."""
         self._turns.pop(queue, None)
-
-    def _continued(self, allowed: Sequence[NextRequest]) -> NextRequest | None:
-        if self._together >= MOST_TOGETHER:
-            return None
-        return next((one for one in allowed if one.queue == self._last), None)
 
     def _count(self, chosen: NextRequest, now: float) -> None:
         self._together = self._together + 1 if chosen.queue == self._last else 1
