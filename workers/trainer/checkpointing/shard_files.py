@@ -313,7 +313,7 @@ def _check_inside(name: str, place: BoxPlace, shape: tuple[int, ...]) -> None:
 
 
 def _end(place: BoxPlace) -> Corner:
-    """BoxPlace behind a box's last element, a number a dim."""
+    """Place behind a box's last element, a number a dim."""
     return tuple(start + extent for start, extent in zip(place.corner, place.extents, strict=True))
 
 
