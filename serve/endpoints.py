@@ -300,8 +300,9 @@ class Exchange:
         asked, service = self.numbered, self.service
         sampler, seq = service.sessions.sampler(self.tenant, asked.need("sampling_session_id")), asked.need("seq_id")
         try:
-            request = await asyncio.to_thread(service.samples.decoded, self.body, sampler, seq)
-            tokens, num_samples = request.num_tokens, request.call.num_samples
+            call = (await asyncio.to_thread(service.samples.decoded, self.body, sampler, seq)).call
+            num_samples = call.num_samples
+            tokens = len(call.prompt_ids) + num_samples * call.sampling.max_tokens  # at most
         except BadRequest:
             tokens, num_samples = 1, 1  # it fails in its turn
         admit = partial(service.admit, sampler.session_id)

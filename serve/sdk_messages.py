@@ -473,8 +473,7 @@ def forward_call(body: bytes, content_type: str, *, backward: bool) -> ForwardCa
 
 
 def optim_call(body: Body) -> AdamParams:
-    given = body.optimizer_params or body.optim_params or body.need("adam_params")
-    return AdamParams(**msgspec.structs.asdict(given))
+    return AdamParams(**msgspec.structs.asdict(body.optimizer_params or body.optim_params or body.need("adam_params")))
 
 
 def adapter_spec(body: Body, max_rank: int, seed: int) -> AdapterSpec:
@@ -555,11 +554,6 @@ class SampleRequest:
     """Number of the prompt's last tokens whose log-probabilities are returned; None: all."""
     is_sparse: bool = False
     """Whether `target_prompt_logprobs` came as a sparse tensor, and goes back as one."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that it costs at most."""
-        return len(self.call.prompt_ids) + self.call.num_samples * self.call.sampling.max_tokens
 
 
 def sample_request(body: bytes, max_length: int, default_seed: int) -> SampleRequest:

@@ -426,8 +426,7 @@ class TrainingLoop:
     def _refuse_full(self, tenant: str, num_bytes: int) -> None:
         """Raise `DataError` for a save by which a tenant would have more on the disk than it may."""
         most_gib = self._tenants.configs[tenant].max_stored_gib
-        runs = [run.model_id for run in self._sessions.runs(tenant)]
-        stored = self._checkpoints.num_bytes(runs)
+        stored = self._checkpoints.num_bytes(runs := [run.model_id for run in self._sessions.runs(tenant)])
         if most_gib and stored + num_bytes > most_gib * 2**30:
             oldest = ", ".join(one.path for one in self._checkpoints.checkpoints_of(*runs)[:3])
             raise DataError(f"the saved weights of this key take {stored / 2**30:.3g} GiB, and it has {most_gib:g} "

@@ -164,6 +164,7 @@ def test_a_router_that_draws_experts_is_refused_and_its_noise_is_off(ranks: Rank
     assert without_dropout(CONFIG_MAPPING["opt"](layerdrop=0.1)).layerdrop == 0.0
 
 
+@pytest.mark.real  # transformers asks for `ninja --version`
 @pytest.mark.soak
 def test_every_kind_that_can_be_built_tiny_is_computed_rightly_or_refused(ranks: Ranks) -> None:
     found: dict[str, dict[str, str]] = {"same": {}, "refused": {}, "not built": {}, "wrong": {}}
