@@ -14,6 +14,7 @@ fails in its turn: its number would be missing in the order otherwise.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -299,12 +300,11 @@ class Exchange:
     async def sample(self) -> Reply:
         asked, service = self.numbered, self.service
         sampler, seq = service.sessions.sampler(self.tenant, asked.need("sampling_session_id")), asked.need("seq_id")
-        try:
+        tokens = num_samples = 1  # of a request that fails in its turn
+        with contextlib.suppress(BadRequest):
             call = (await asyncio.to_thread(service.samples.decoded, self.body, sampler, seq)).call
             num_samples = call.num_samples
             tokens = len(call.prompt_ids) + num_samples * call.sampling.max_tokens  # at most
-        except BadRequest:
-            tokens, num_samples = 1, 1  # it fails in its turn
         admit = partial(service.admit, sampler.session_id)
         await service.samples.take(sampler, Entry(seq, "sample", tokens=tokens), self.body, admit)
         request_id = f"{sampler.id}:{seq}"

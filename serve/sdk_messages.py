@@ -18,6 +18,7 @@ import importlib
 import importlib.metadata
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -433,6 +434,9 @@ Call = ForwardCall | AdamParams | SaveCall | LoadCall | AdapterSpec
 """`AdapterSpec`: make an adapter."""
 
 
+_SAMPLING_NUMBER = re.compile(rb'"sampling_session_seq_id":\s*\d+')  # the SDK counts it on when it sends a save again
+
+
 def numbered(body: bytes, content_type: str) -> tuple[Numbered, bytes, int]:
     """A request's number and whose it is, the bytes that are the same in every retry of it, and the tokens that it
     costs: 1 without data, or if it will be refused in its turn. Raises `BadRequest`, `TooLarge`."""
@@ -448,7 +452,7 @@ def numbered(body: bytes, content_type: str) -> tuple[Numbered, bytes, int]:
         given = asked.forward_input or asked.forward_backward_input
         chunks = [chunk for datum in given.data for chunk in datum.model_input.chunks] if given else []
         tokens = sum(len(chunk.tokens or ()) for chunk in chunks)
-    return found, body, max(1, tokens)
+    return found, _SAMPLING_NUMBER.sub(b"", body), max(1, tokens)
 
 
 def forward_call(body: bytes, content_type: str, *, backward: bool) -> ForwardCall:

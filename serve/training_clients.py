@@ -454,8 +454,7 @@ def decoded(entry: Entry, body: bytes, facts: ClientFacts, max_rank: int) -> sdk
 
 
 def seed_of_client(model_id: str) -> int:
-    """Seed of an adapter whose request has none: by its number in its session, so a loop that runs again begins with
-    the same adapter."""
+    """Seed of an adapter whose request has none: by its number in its session, the same whenever a loop runs."""
     return seed_of("adapter", model_id.rpartition(":")[2])
 
 

@@ -189,6 +189,20 @@ def test_a_whole_model_has_one_client_at_a_time(tmp_path, monkeypatch):
     serve(tmp_path, act, backend)
 
 
+def test_a_save_that_comes_again_with_the_next_sampling_number_is_the_same(tmp_path):
+    async def act(_, http):
+        client = Client(http)
+        model = (await client.result(await client.adapter(await client.session())))["model_id"]
+        body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+        first = await client.post("save_weights_for_sampler", body)
+        assert await client.post("save_weights_for_sampler", body | {"sampling_session_seq_id": 1}) == first
+        assert (await client.result(first))["sampling_session_id"].endswith(":sample:0")
+        other = await client.post("save_weights_for_sampler", body | {"path": "named"}, 422)
+        assert "taken before with other content" in other["error"]
+
+    serve(tmp_path, act)
+
+
 def test_what_was_made_goes_on_in_the_next_server(tmp_path):
     backend, seen = FakeBackend(), {}
 
