@@ -2,6 +2,7 @@
 
     DeviceTensor   claims to be there, and holds a tensor of the host, which every operation computes with
     live_bytes()   what lies there: bytes of all storages that some tensor still holds
+    crossed        bytes that were copied from the host to the device, and back
 
 It refuses what CUDA refuses: tensors of two devices in one operation (but for numbers and copies), and `numpy`. Values
 are real, so that a trainer there can be compared with one on the CPU, and with another one there bit by bit. Importing
@@ -14,6 +15,7 @@ from another device, by which FSDP2 moves buffers.
 import contextlib
 import gc
 import weakref
+from collections import Counter
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +27,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "fakegpu"
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 """Operations on tensors of two devices."""
+TO_DEVICE, TO_HOST = "to the device", "to the host"
+crossed: Counter[str] = Counter()
 
 
 class Held:
@@ -89,6 +93,8 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     wanted = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else NAME
     if wanted == NAME and "device" in kwargs:
         kwargs = kwargs | {"device": torch.device("cpu")}
+    if function in COPIES:
+        _count(function, args, wanted)
     result = function(*tree_map(_held, args), **tree_map(_held, kwargs))
     schema = function._schema
     if schema.is_mutable:
@@ -98,6 +104,14 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         ]
         return None if not schema.returns else changed[0] if len(schema.returns) == 1 else tuple(changed)
     return result if wanted != NAME else tree_map(_there, result)
+
+
+def _count(function: Any, args: Any, wanted: str) -> None:
+    """Note the bytes that a copy brings from one side to the other."""
+    source = args[1] if function is torch.ops.aten.copy_.default else args[0]
+    is_there = isinstance(args[0], DeviceTensor) if source is not args[0] else wanted == NAME
+    if isinstance(source, DeviceTensor) != is_there:
+        crossed[TO_DEVICE if is_there else TO_HOST] += source.nbytes
 
 
 def live_bytes() -> int:

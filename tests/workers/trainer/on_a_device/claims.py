@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor
 
 from penstock.algorithms.graph.columns import Column
@@ -68,7 +69,7 @@ if ON_A_GPU := sys.argv[4:] == ["cuda"]:
         return torch.cuda.memory_allocated()
 
 else:
-    from tests.fakes.device import DEVICE, live_bytes
+    from tests.fakes.device import DEVICE, TO_DEVICE, TO_HOST, crossed, live_bytes
 
 PATHS: list[Path] = []
 """The model, and a directory to write to."""
@@ -292,6 +293,79 @@ def a_critic_leaves_with_its_policy() -> None:
         trainer.update(rows_of(), loss)
 
 
+@dataclass
+class Traffic:
+    """Bytes that a colocated step moves, for each trained parameter: over the bus, within host memory, and through a
+    checksum."""
+
+    to_host: int = 0
+    to_device: int = 0
+    copied: int = 0
+    summed: int = 0
+
+
+@contextmanager
+def counting(num_parameters: int) -> Iterator[Traffic]:
+    traffic, before = Traffic(), crossed.copy()
+    copy, block = publications._copy, xxhash.xxh3_128_hexdigest
+
+    def copied(source: Tensor, target: Tensor) -> None:
+        traffic.copied += target.nbytes
+        traffic.summed += target.nbytes
+        copy(source, target)
+
+    def summed(data: Any) -> str:
+        traffic.summed += len(data)
+        return block(data)
+
+    with patch.object(publications, "_copy", copied), patch.object(xxhash, "xxh3_128_hexdigest", summed):
+        yield traffic
+    traffic.to_host = crossed[TO_HOST] - before[TO_HOST]
+    traffic.to_device = crossed[TO_DEVICE] - before[TO_DEVICE]
+    for field in fields(traffic):
+        setattr(traffic, field.name, round(getattr(traffic, field.name) / num_parameters))
+
+
+def a_colocated_step_moves_its_state_as_often_as_counted_here() -> None:
+    """With two engines on the node, bytes of each parameter: 12 of the state, 2 of a publication."""
+    spec = TrainerSpec(
+        name="t", config=TrainerConfig(), model_path=str(PATHS[0]), stage="train", loss=ppo_clip_loss,
+        engine_dtype="bfloat16", memory_checkpoint_root=str(PATHS[1] / "kept"),
+    )  # fmt: skip
+    with ranks_on_the_device():
+        parts: TrainerParts = assemble_trainer(spec, None)
+    checkpoint, root = parts.memory_checkpoint, str(PATHS[1] / "colocated")
+    assert checkpoint is not None
+    num_parameters = sum(piece.values.numel() for piece in parts.trainer.engine.pieces())
+    for step in (1, 2):
+        with counting(num_parameters) as back:
+            if step > 1:
+                parts.take_device()
+        parts.trainer.update(rows_of(step), ppo_clip_loss)
+        with counting(num_parameters) as kept:
+            assert checkpoint.save(step) is None
+        with counting(num_parameters) as published:
+            publication = parts.trainer.publish(root, step)
+        with counting(num_parameters) as left:
+            parts.leave_device()
+        assert_nothing_there()
+        with counting(num_parameters) as loaded:
+            for _ in range(2):
+                mapped = MappedWeights(publication)
+                mapped.verify()
+                weights = {name: tensor.to(DEVICE) for name, tensor in mapped.tensors()}
+                del weights, mapped
+    expected = {
+        "comes back": (back, Traffic(to_device=12)),
+        "keeps its state": (kept, Traffic(to_host=12, copied=12, summed=12)),
+        "publishes": (published, Traffic(to_host=2, copied=2, summed=2)),
+        "leaves": (left, Traffic(to_host=12)),
+        "two engines load": (loaded, Traffic(to_device=2 * 2, summed=2 * 2)),
+    }
+    for what, (found, wanted) in expected.items():
+        assert found == wanted, f"{what}: {found}"
+
+
 def a_scorer_makes_room_and_comes_back_for_the_next_rows() -> None:
     spec = ScorerSpec(name="s", config=TrainerConfig(), model_path=str(PATHS[0]), stage="reference", columns=("c",))
     with ranks_on_the_device():
@@ -340,6 +414,7 @@ def claims() -> Iterator[tuple[str, Callable[[], None]]]:
         a_save_under_way_keeps_nothing_there,
         publications_and_exports_come_from_there,
         a_critic_leaves_with_its_policy,
+        a_colocated_step_moves_its_state_as_often_as_counted_here,
         a_scorer_makes_room_and_comes_back_for_the_next_rows,
         tensors_of_two_devices_are_refused,
     ):
