@@ -98,7 +98,7 @@ class HostBuffer:
     again while a copy from them is under way. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._lock = threading.RLock()  # parts may be collected within `take`
         self._blocks: list[_Block] = []
 
@@ -115,7 +115,7 @@ class HostBuffer:
                 raise RuntimeError("host memory is enlarged while parts of it are in use")
             if len(self._blocks) != 1 or len(self._blocks[0].memory) < num_bytes:
                 self._blocks = []  # given back first
-                self._blocks = [_Block(page_locked(num_bytes, self._device))]
+                self._blocks = [_Block(page_locked(num_bytes, self.device))]
 
     def take(self, num_bytes: int) -> HostPart:
         """A part of so many bytes. Their values are not defined."""
@@ -138,6 +138,6 @@ class HostBuffer:
             block.num_parts -= 1
 
     def _enlarged(self, size: int) -> _Block:
-        block = _Block(page_locked(max(size, BLOCK_BYTES), self._device))
+        block = _Block(page_locked(max(size, BLOCK_BYTES), self.device))
         self._blocks.append(block)
         return block

@@ -29,6 +29,7 @@ from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.protocols import AdamParams, Loss, Publication, UpdateReport
+from penstock.workers.runtime.host_memory import HostBuffer
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
 from penstock.workers.trainer.engines.train_engine import HostActivations, learning_rate, make_engine
 from penstock.workers.trainer.models import packed_attention
@@ -129,6 +130,8 @@ class PolicyTrainer:
         except BaseException:
             self.ranks.leave()
             raise
+        self._activations = HostBuffer(self.ranks.device)
+        """The host memory of `trainer.activation_offload`."""
         self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone, self.packs, sharing=self.sharing)
 
     def _make(self, model_path: str, attention: str) -> None:
@@ -432,7 +435,7 @@ class PolicyTrainer:
         for number, batch in enumerate(batches):
             place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(batches)}"
             started = clock(self.ranks.device)
-            offload = HostActivations() if self.config.activation_offload else nullcontext()
+            offload = HostActivations(self._activations) if self.config.activation_offload else nullcontext()
             with self._phase(f"{place}, forward"), offload:
                 self.engine.before_backward(is_last=number == len(batches) - 1)
                 loss = share(batch)

@@ -13,6 +13,7 @@ from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.runtime.host_memory import BLOCK_BYTES, HostBuffer
 from penstock.workers.trainer.engines import train_engine as engine_module
 from penstock.workers.trainer.engines.train_engine import HostActivations
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
@@ -52,16 +53,16 @@ pytestmark = pytest.mark.usefixtures("without_inductor")
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What went to the host, small as it may be."""
     copies: list[Tensor] = []
-    copy = torch.empty_like
+    copy = engine_module._to_host
 
-    def noted(*arguments: Any, **options: Any) -> Tensor:
-        made = copy(*arguments, **options)
-        if "pin_memory" in options:
-            copies.append(arguments[0].detach())
-        return made
+    def noted(buffer: HostBuffer, saved: Tensor) -> engine_module.KeptActivation:
+        part, tensor = copy(buffer, saved)
+        if part is not None:
+            copies.append(saved.detach())
+        return part, tensor
 
-    monkeypatch.setattr(engine_module, "MIN_OFFLOADED_BYTES", 0)
-    monkeypatch.setattr(torch, "empty_like", noted)
+    monkeypatch.setattr(engine_module, "MIN_OFFLOADED_BYTES", 1)
+    monkeypatch.setattr(engine_module, "_to_host", noted)
     return copies
 
 
@@ -121,11 +122,28 @@ def test_where_layers_are_recomputed_their_inputs_alone_are_kept(
 def test_results_do_not_keep_themselves_alive() -> None:
     """Neither those that go to the host nor small ones that stay."""
     for size in (4, engine_module.MIN_OFFLOADED_BYTES):
-        with HostActivations():
+        with HostActivations(HostBuffer(torch.device("cpu"))):
             result = torch.ones(size, requires_grad=True).exp()
         alive = weakref.ref(result)
         del result
         assert alive() is None
+
+
+def test_strided_activations_come_back_as_they_were_from_memory_that_is_used_again() -> None:
+    buffer = HostBuffer(torch.device("cpu"))
+    base = torch.arange(3.0 * 2**16).reshape(3, 2**16)
+    for seed in range(3):
+        kinds = [one + seed for one in (base, base.t(), base[:, ::2], base.bfloat16())]
+        with HostActivations(buffer):
+            results = [one.requires_grad_().square() for one in kinds]
+        torch.stack([result.float().sum() for result in results]).sum().backward()
+        for one in kinds:
+            assert_same({"": one.grad}, {"": 2 * one.detach()})
+            assert one.grad is not None
+            assert one.grad.stride() == one.stride()
+        num_bytes = sum(one.nbytes for one in kinds)
+        results.clear()
+    assert buffer.num_bytes == max(num_bytes, BLOCK_BYTES)
 
 
 def test_layers_that_are_split_are_refused_by_name() -> None:

@@ -13,7 +13,8 @@ backward.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.workers.protocols import AdamParams
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
+from penstock.workers.runtime.host_memory import HostBuffer, HostPart
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
@@ -218,20 +220,28 @@ class HostActivations(saved_tensors_hooks):
     GPU, and brings it back when backward asks for it. Like torch's `save_on_cpu`, but for weights, which the engine
     gathers and lets go itself, and for what is small."""
 
-    def __init__(self) -> None:
-        super().__init__(_to_host, _from_host)
+    def __init__(self, buffer: HostBuffer) -> None:
+        """`buffer`: of the device, used again by each forward; forward and backward run on one stream."""
+        super().__init__(partial(_to_host, buffer), partial(_from_host, buffer.device))
 
 
-def _to_host(saved: Tensor) -> tuple[torch.device | None, Tensor]:
-    """Where it was, and the copy; None and itself where it stays."""
+KeptActivation = tuple[HostPart | None, Tensor]
+"""Memory on the host, and the tensor in it; None and the tensor itself where it stays."""
+
+
+def _to_host(buffer: HostBuffer, saved: Tensor) -> KeptActivation:
     if isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter):
         return None, saved
     if saved.nbytes < MIN_OFFLOADED_BYTES:
         return None, saved.detach()  # the result of an operation would keep itself alive
-    copy = torch.empty_like(saved, device=HOST, pin_memory=saved.is_cuda)
-    return saved.device, copy.copy_(saved.detach(), non_blocking=True)
+    part = buffer.take(saved.nbytes)
+    strides = torch.empty_like(saved, device="meta").stride()
+    copy = part.memory.view(saved.dtype).as_strided(saved.shape, strides)
+    return part, copy.copy_(saved.detach(), non_blocking=True)
 
 
-def _from_host(kept: tuple[torch.device | None, Tensor]) -> Tensor:
-    device, saved = kept
-    return saved if device is None else saved.to(device, non_blocking=True)
+def _from_host(device: torch.device, kept: KeptActivation) -> Tensor:
+    part, saved = kept
+    if part is None:
+        return saved
+    return torch.empty_like(saved, device=device).copy_(saved, non_blocking=True)
