@@ -20,7 +20,13 @@ from penstock.conf.secret import hide_secrets
 from penstock.conf.serve import ServeConfig
 from penstock.conf.tracking import TrackingConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.conf.weights import WeightsConfig, choose_transport, replaces_members, shares_gpus
+from penstock.conf.weights import (
+    WeightsConfig,
+    choose_transport,
+    replaces_members,
+    scorers_share_gpus,
+    shares_gpus,
+)
 
 
 @dataclass
@@ -299,6 +305,12 @@ def _check_gpus(config: RunConfig) -> None:
             f"{key} with rollout.tensor_parallel_size={size}: an engine can have parts of several GPUs only where "
             "these are its ranks'; it would have all its processes on one. Set rollout.num_gpus_per_worker=1, "
             "rollout.tensor_parallel_size=1 or placement=colocated."
+        )
+    if scorers_share_gpus(config) and config.trainer.num_scorer_ranks not in (0, config.trainer.num_ranks):
+        raise ConfigError(
+            f"trainer.num_scorer_ranks={config.trainer.num_scorer_ranks}: a scorer's rank has the GPU of a rank and "
+            f"its engine, and trainer.num_ranks={config.trainer.num_ranks}. Leave it out, or give each kind its GPUs: "
+            "placement=disaggregated, rollout.num_gpus_per_worker=1 and trainer.num_gpus_per_rank=1."
         )
 
 

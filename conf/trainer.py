@@ -147,6 +147,9 @@ class TrainerConfig:
     tensor_parallel_size. Engine fsdp only."""
     num_gpus_per_rank: float = 0
     """GPUs of each rank: 1 on a GPU cluster (nccl); 0 on CPUs (gloo)."""
+    num_scorer_ranks: int = 0
+    """Ranks of each scorer (reference, teacher, reward model), with num_gpus_per_rank GPUs each. 0: num_ranks. Fewer
+    hold its weights, where it has GPUs of its own; on those of engines and ranks (placement=colocated) it stays 0."""
     max_steps: int = 100
     """Steps of this run, each with one update of the policy."""
     groups_per_step: int = 8
@@ -232,7 +235,7 @@ class TrainerConfig:
             self, "trainer",
             num_ranks=1, max_steps=1, groups_per_step=1, num_minibatches=1, shard_size=0, router_aux_loss_coef=0,
             num_threads=0, logprob_chunk_mib=POSITIVE, collective_timeout_s=POSITIVE, step_timeout_s=POSITIVE,
-            num_gpus_per_rank=(0, 1),
+            num_gpus_per_rank=(0, 1), num_scorer_ranks=0,
         )  # fmt: skip
         if not auto_or_number("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch):
             at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
@@ -243,6 +246,8 @@ class TrainerConfig:
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
+        if self.num_scorer_ranks:
+            divides(both, self.ranks_per_row, "trainer.num_scorer_ranks", self.num_scorer_ranks)
         if self.shard_size:
             divides("trainer.shard_size", self.shard_size, "trainer.num_ranks", self.num_ranks)
             size = self.tensor_parallel_size
@@ -320,6 +325,13 @@ class TrainerConfig:
         """Ranks that have the same rows and split the work on them."""
         return self.tensor_parallel_size * self.sequence_parallel_size
 
+    def of_scorer(self) -> "TrainerConfig":
+        """Settings of a scorer, with its own number of ranks: one copy of its model where blocks do not divide it."""
+        if not (ranks := self.num_scorer_ranks):
+            return self
+        shard_size = 0 if self.shard_size and ranks % self.shard_size else self.shard_size
+        return replace(self, num_ranks=ranks, num_scorer_ranks=0, shard_size=shard_size)
+
     def alone(self) -> "TrainerConfig":
         """Settings that say what is trained, for one rank on a CPU: it can read the model, whichever engine split
         it."""
@@ -327,6 +339,7 @@ class TrainerConfig:
             self,
             engine=TrainerConfig.engine,
             num_ranks=1,
+            num_scorer_ranks=0,
             num_gpus_per_rank=0,
             shard_size=0,
             tensor_parallel_size=1,

@@ -82,6 +82,11 @@ def shares_gpus(config: TransportSettings) -> bool:
     return 0 < trainer < 1 and 0 < engine < 1 and trainer + engine <= 1
 
 
+def scorers_share_gpus(config: TransportSettings) -> bool:
+    """Return whether the ranks of scorers live on the GPUs of the trainer's ranks, as their engines do."""
+    return shares_gpus(config) and (config.placement == "colocated" or config.weights.transport == "ipc")
+
+
 def _check_adapter(wanted: str, config: TransportSettings) -> None:
     """Refuse what an adapter by itself cannot go through."""
     if wanted in STREAMS:

@@ -40,7 +40,7 @@ from penstock.conf.errors import ResourceError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import DEFAULT_TOKENS, REMEMBERED_BYTES
-from penstock.conf.weights import STREAMS, choose_transport, replaces_members, shares_gpus
+from penstock.conf.weights import STREAMS, choose_transport, replaces_members, scorers_share_gpus, shares_gpus
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.rank_memory import RankMemory, RankSetting, rank_memory
@@ -132,8 +132,8 @@ class RunMemory:
             same = self.shapes["policy"] if stage.model == "reference" else None
             shape = self.shapes.get(str(stage.model), same)
             if shape is not None:
-                is_scalar = stage.kind == "scores"
-                scorer = replace(setting, shape=shape, is_trained=False, is_scalar=is_scalar)
+                own = policy_setting(replace(self.config, trainer=self.config.trainer.of_scorer()), shape)
+                scorer = replace(own, is_trained=False, is_scalar=stage.kind == "scores")
                 ranks[f"Scorer-{stage.name}"] = rank_memory(scorer)
         return ranks
 
@@ -165,10 +165,24 @@ class RunMemory:
         """Bytes of a trainer's rank between two steps."""
         return sum(one.resident for one in self.trained)
 
+    @property
+    def scorers(self) -> dict[str, RankMemory]:
+        """Peak of one rank of each scorer, by their actors' titles."""
+        return {name: memory for name, memory in self.ranks.items() if name.startswith("Scorer-")}
+
+    @property
+    def scorers_beside(self) -> tuple[float, float]:
+        """Bytes that the scorers hold that live with a rank, and those of their processes, which stay while the rank
+        trains."""
+        beside = [*self.scorers.values()] if scorers_share_gpus(self.config) else []
+        return sum(one.total for one in beside), PROCESS_BYTES * len(beside)
+
     def peaks(self) -> dict[str, float]:
         """Bytes at the peak of a GPU of each kind, by what is on it, its processes included."""
         config = self.config
         peaks: dict[str, float] = {}
+        scoring, processes = self.scorers_beside
+        members = "rank, engine and scorer" if processes else "rank and engine"
         own_engine = bool(self.engine and config.rollout.num_gpus_per_worker)
         together = own_engine and shares_gpus(config)
         of_rank = self.rank_bytes + PROCESS_BYTES + self._stream_bytes()
@@ -176,18 +190,18 @@ class RunMemory:
         if together and config.placement == "colocated":
             weights = self.engine.weights if self.engine else 0.0
             trains = of_rank + PROCESS_BYTES + ASLEEP_BYTES
-            loads = self.resident_bytes + weights + 2 * PROCESS_BYTES + ASLEEP_BYTES
-            peaks["rank and engine, in turns"] = max(trains, loads, of_engine + PROCESS_BYTES)
+            loads = self.resident_bytes + max(weights, scoring) + 2 * PROCESS_BYTES + ASLEEP_BYTES
+            generates = of_engine + PROCESS_BYTES + scoring
+            peaks[f"{members}, in turns"] = max(trains, loads, generates) + processes
         elif together:
-            peaks["rank and engine together"] = of_rank + of_engine
+            peaks[f"{members} together"] = of_rank + of_engine + scoring + processes
         else:
             if config.trainer.num_gpus_per_rank:
                 peaks["rank"] = of_rank / _share(config.trainer.num_gpus_per_rank)
             if own_engine:
                 peaks["engine"] = of_engine / _share(config.rollout.num_gpus_per_worker)
-        if config.trainer.num_gpus_per_rank:
-            scorers = {name: memory for name, memory in self.ranks.items() if name.startswith("Scorer-")}
-            for name, memory in scorers.items():
+        if config.trainer.num_gpus_per_rank and not processes:
+            for name, memory in self.scorers.items():
                 peaks[name] = (memory.total + PROCESS_BYTES) / _share(config.trainer.num_gpus_per_rank)
         return peaks
 
@@ -339,11 +353,14 @@ def host_parts(
     parts = [*_of_ranks(memory, counts["trainer"], num_nodes), *_of_engines(memory, counts["rollout"])]
     if choose_transport(config) == "shm" and counts["trainer"] + counts["rollout"]:
         parts.append(HostPart("publications of the weights", SHARED, TURNS * memory.publication_bytes))
-    if not config.trainer.num_gpus_per_rank:
-        for name, one in memory.ranks.items():
-            scorers = sum(actor.role == "scorer" and f"Scorer-{actor.stage}" == name for actor in actors)
+    for name, one in memory.ranks.items():
+        scorers = sum(actor.role == "scorer" and f"Scorer-{actor.stage}" == name for actor in actors)
+        if not config.trainer.num_gpus_per_rank:
             number = scorers if name.startswith("Scorer") else counts["trainer"]
             parts.append(HostPart(f"{name}: all of its ranks", MEMORY, number * one.total, "trainer.num_ranks"))
+        elif config.placement == "colocated":
+            away = scorers * one.resident
+            parts.append(HostPart(f"{name}, while ranks have the GPUs", MEMORY, away, "placement=disaggregated"))
     parts += [
         HostPart("the store's large batches, at most", SHARED, config.store.shared_memory_mib * 2**20,
                  "store.shared_memory_mib", True),
@@ -465,8 +482,9 @@ def _engine_share(memory: RunMemory) -> float:
     free = memory.gpu_bytes - PROCESS_BYTES
     if shares_gpus(config):
         free -= SPARE * memory.gpu_bytes + PROCESS_BYTES
+        scoring, processes = memory.scorers_beside
         if config.placement == "colocated":  # the rank's weights are there when the engine starts and when it loads
-            free -= memory.ranks["policy"].parts["weights"]
+            free -= max(memory.ranks["policy"].parts["weights"], scoring) + processes
         else:
             free *= config.rollout.num_gpus_per_worker
     gpus = 1.0 if shares_gpus(config) else min(1.0, config.rollout.num_gpus_per_worker)

@@ -257,11 +257,12 @@ class ActorMaker:
     def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
         """Arguments that trainers and scorers have in common."""
         config = self._config
+        trainer = config.trainer.of_scorer() if actor.role == "scorer" else config.trainer
         return {
             "name": actor.name,
-            "config": config.trainer,
+            "config": trainer,
             "rank": actor.rank,
-            "num_ranks": config.trainer.num_ranks,
+            "num_ranks": trainer.num_ranks,
             "num_threads": self._threads_of(actor),
             "stage": stage.name,
             "head": "scores" if stage.is_scored else "policy",

@@ -384,7 +384,7 @@ class Fleet(MemberTable):
         check_room(facts, node_of, self.plan, size)
         self._find_gpus()
         for number, teams in enumerate(start_rounds(self.teams(), self.plan, self.config)):
-            if number and self.with_store and self.config.placement == "colocated":
+            if number == 1 and self.with_store and self.config.placement == "colocated":
                 phase_timeout_s = self.config.weights.phase_timeout_s
                 get_from_all(self.role("rollout"), "sleep", phase="rollout: sleep", timeout_s=phase_timeout_s)
             calls: list[tuple[str, Any]] = []

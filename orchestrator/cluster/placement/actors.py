@@ -4,6 +4,7 @@ the graph and the configuration.
 `penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet/` carries it out.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.reward import has_own_judge
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import choose_transport, shares_gpus
+from penstock.conf.weights import choose_transport, scorers_share_gpus, shares_gpus
 from penstock.metering.ray_export import Origin
 from penstock.store.service.store_actor import STORE
 from penstock.workers.reward.reward_registry import needs_answer
@@ -25,6 +26,10 @@ CREATED = ("store", "prompts", "trainer", "scorer", "compute", "rollout", "envir
 least to replace, and that run the user's code, come last."""
 SHARING = ("trainer", "rollout")
 """Roles whose members may share a device: rank i and engine i."""
+SCORING = "scorer"
+"""Role whose members live with their ranks, where these share a GPU with engines."""
+UNIT = 10_000
+"""Number of units in one CPU or GPU: Ray counts in these parts."""
 DRIVER = "driver"
 """Role and name of the driver, as the origin of measurements."""
 
@@ -49,6 +54,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     """Every actor of the run, in the order in which they are created."""
     cpus = config.cluster.cpus_per_worker
     trainer, rank_gpus = config.trainer, config.trainer.num_gpus_per_rank
+    scorers, scorer_gpus = [*flow.of_kind("logprobs"), *flow.of_kind("scores")], rank_gpus
     actors = [ActorPlan(STORE, "store"), ActorPlan("Prompts", "prompts", stage="source")]
     samples = bool(flow.of_kind("rollout") or config.evaluation.every_steps)
     if samples:
@@ -67,10 +73,12 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
         gpus = reward.judge.num_gpus if has_own_judge(*reward_of(flow, name, config)) else 0.0
         rank = index % reward.num_workers
         actors.append(ActorPlan(f"Reward-{index}", "reward", reward.cpus_per_worker, gpus, name, rank))
-    for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores")):
-        for rank in range(trainer.num_ranks):
+    if scorers_share_gpus(config):
+        rank_gpus, scorer_gpus = divide_gpu(rank_gpus, len(scorers))
+    for stage in scorers:
+        for rank in range(trainer.of_scorer().num_ranks):
             name = f"Scorer-{stage.name}-{rank}"
-            actors.append(ActorPlan(name, "scorer", cpus, trainer.num_gpus_per_rank, stage.name, rank))
+            actors.append(ActorPlan(name, SCORING, cpus, scorer_gpus, stage.name, rank))
     computed = [stage for stage in flow.stages if stage.kind in ("compute", "filter") and not stage.is_in_trainer]
     actors.extend(ActorPlan(f"Compute-{stage.name}", "compute", stage=stage.name) for stage in computed)
     model = flow.of_kind("train")[0].model
@@ -83,6 +91,17 @@ def has_gpus_of_ranks(config: RunConfig) -> bool:
     """Return whether each engine has the GPUs of several ranks, as many as it has parallel parts: the ranks reserve
     them whole, and the engine gets their numbers."""
     return config.placement == "colocated" and shares_gpus(config) and config.rollout.tensor_parallel_size > 1
+
+
+def divide_gpu(num_gpus: float, num_scorers: int) -> tuple[float, float]:
+    """Parts of a GPU of a rank and of each of the scorers that live with it. `num_gpus`: what they have together. The
+    rank has what is left of Ray's last digit.
+
+    >>> divide_gpu(0.5, 1), divide_gpu(0.5, 2)
+    ((0.25, 0.25), (0.1668, 0.1666))
+    """
+    part = math.floor(round(UNIT * num_gpus) / (1 + num_scorers)) / UNIT
+    return round(num_gpus - num_scorers * part, 4), part
 
 
 def ranks_of(engine: ActorPlan, plan: Sequence[ActorPlan], config: RunConfig) -> list[str]:
@@ -137,13 +156,14 @@ def check_fits(actors: Sequence[ActorPlan], num_cpus: float, num_gpus: float, wh
 
 def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
     """Actors that share devices, by the engine's rank: they take turns (`placement=colocated`), or weights are handed
-    over in the memory of one GPU (`weights.transport=ipc`). Empty where none do. The last ones may be alone, where
-    there are more engines than ranks or fewer."""
-    members = [actor for actor in plan if actor.role in SHARING]
+    over in the memory of one GPU (`weights.transport=ipc`). On GPUs a rank's scorers are with it. Empty where none do.
+    The last ones may be alone, where there are more engines than ranks or fewer."""
+    roles = (*SHARING, SCORING) if scorers_share_gpus(config) else SHARING
+    members = [actor for actor in plan if actor.role in roles]
     if not members or (config.placement != "colocated" and choose_transport(config) != "ipc"):
         return []
     size = config.rollout.tensor_parallel_size if has_gpus_of_ranks(config) else 1
-    places = [actor.rank // size if actor.role == "trainer" else actor.rank for actor in members]
+    places = [actor.rank if actor.role == "rollout" else actor.rank // size for actor in members]
     together: list[list[ActorPlan]] = [[] for _ in range(1 + max(places))]
     for actor, place in zip(members, places, strict=True):
         together[place].append(actor)
@@ -152,18 +172,25 @@ def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]
 
 def plan_sharing(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
     """Actors that Ray has to give the same GPU, one list a GPU; empty where none has one."""
-    if has_gpus_of_ranks(config):
-        return []
-    return pairs([actor for actor in plan if actor.num_gpus], config)
+    members = [actor for actor in plan if actor.num_gpus]
+    if not has_gpus_of_ranks(config):
+        return pairs(members, config)
+    of_gpu: dict[int, list[ActorPlan]] = {}
+    for actor in members:
+        if actor.role in ("trainer", SCORING):
+            of_gpu.setdefault(actor.rank, []).append(actor)
+    return [unit for unit in of_gpu.values() if len(unit) > 1]
 
 
 def start_rounds(
     teams: Sequence[Sequence[str]], plan: Sequence[ActorPlan], config: RunConfig
 ) -> list[list[Sequence[str]]]:
     """Teams that start at the same time, one list after the other: where engines and ranks have parts of the same GPUs
-    the ranks come last, as an engine takes its share of the memory that it finds free."""
-    of_ranks = {actor.name for actor in plan if actor.role == "trainer" and shares_gpus(config)}
-    rounds = [[team for team in teams if of_ranks.isdisjoint(team) is first] for first in (True, False)]
+    the ranks come after them, as an engine takes its share of the memory that it finds free, and then the scorers that
+    live with ranks."""
+    late = {"trainer": 1, SCORING: 2 * scorers_share_gpus(config)} if shares_gpus(config) else {}
+    round_of = {actor.name: late.get(actor.role, 0) for actor in plan}
+    rounds = [[team for team in teams if round_of[team[0]] == number] for number in range(3)]
     return [found for found in rounds if found]
 
 

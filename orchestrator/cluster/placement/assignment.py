@@ -34,7 +34,7 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import ResourceError, suggest
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport
-from penstock.orchestrator.cluster.placement.actors import ActorPlan, check_fits, pairs
+from penstock.orchestrator.cluster.placement.actors import UNIT, ActorPlan, check_fits, pairs
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, in_order, titles
 from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.weights.publication.costs import (
@@ -44,8 +44,6 @@ from penstock.workers.weights.publication.costs import (
     stored_elements,
 )
 
-UNIT = 10_000
-"""Number of units in one CPU or GPU: Ray counts in these parts."""
 UNLIMITED = 1 << 40
 Unit = Sequence[ActorPlan]
 """Actors that go to one node, on one device if they have part of one."""
@@ -337,14 +335,15 @@ def _fill(filling: Filling, order: Sequence[str], actors: Sequence[ActorPlan], d
 
 
 def _place_ranks(filling: Filling, actors: Sequence[ActorPlan], config: RunConfig) -> None:
-    """Place the ranks, and the engines that share their devices."""
+    """Place the ranks, and the engines and scorers that share their devices."""
     blocks = (config.trainer.shard_size, config.trainer.ranks_per_row)
     together = pairs(actors, config)
     size = max((sum(actor.role == "trainer" for actor in unit) for unit in together), default=1)
     own = [actor for actor in actors if actor.role == "trainer"]
     filling.gang(together or [[actor] for actor in own], [block // (size or 1) for block in blocks])
-    for stage in dict.fromkeys(actor.stage for actor in actors if actor.role == "scorer"):
-        filling.gang([[actor] for actor in actors if actor.role == "scorer" and actor.stage == stage], blocks)
+    apart = [actor for actor in actors if actor.role == "scorer" and actor.name not in filling.room_of]
+    for stage in dict.fromkeys(actor.stage for actor in apart):
+        filling.gang([[actor] for actor in apart if actor.stage == stage], blocks)
 
 
 def _place_engines(filling: Filling, actors: Sequence[ActorPlan], config: RunConfig) -> None:
@@ -416,7 +415,7 @@ KEYS = {
     "rollout": "rollout.num_workers, rollout.num_gpus_per_worker, rollout.tensor_parallel_size or "
     "cluster.cpus_per_worker",
     "trainer": "trainer.num_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
-    "scorer": "trainer.num_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
+    "scorer": "trainer.num_ranks, trainer.num_scorer_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
     "reward": "reward.num_workers, reward.judge.num_gpus or reward.cpus_per_worker (0 reserves none)",
     "environment": "environment.num_workers or environment.cpus_per_worker (0 reserves none)",
 }

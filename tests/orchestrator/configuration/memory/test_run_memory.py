@@ -193,6 +193,57 @@ def test_what_routed_experts_take_of_the_store_is_told(view: Callable[..., Memor
     assert "experts" not in view("QWEN3_30B_A3B").remarks()[-1]
 
 
+TURNS = ("placement=colocated", "rollout.num_workers=8", "trainer.num_ranks=8", *SHARED_GPU)
+KL = "algorithm.kl_coef=0.01"
+
+
+@pytest.mark.parametrize("model", [LARGE, "QWEN3_30B_A3B"])
+def test_a_gpu_holds_a_rank_an_engine_and_a_scorer_in_turns(view: Callable[..., MemoryView], model: str) -> None:
+    words = (*TURNS, "rollout.num_workers=4", "rollout.tensor_parallel_size=2")
+    memory = memory_of(view(model, *words, KL))
+    memory.check()
+    scorer, engine = memory.ranks["Scorer-reference"], memory.engine
+    assert engine is not None
+    trains = memory.rank_bytes + 4 * GIB  # contexts of the three processes, and what an engine keeps that sleeps
+    loads = memory.resident_bytes + engine.weights + 4 * GIB
+    generates = engine.total + scorer.total + 3 * GIB
+    assert memory.peaks() == {"rank, engine and scorer, in turns": max(trains, loads, generates)}
+    assert generates <= 0.93 * 79 * GIB
+    alone = memory_of(view(model, *words)).engine
+    assert alone is not None
+    assert engine.total < alone.total
+
+
+def test_an_engine_whose_share_leaves_no_room_for_a_scorer_is_refused(view: Callable[..., MemoryView]) -> None:
+    words = (*TURNS, "rollout.gpu_memory_utilization=0.92")
+    view(LARGE, *words).summary()
+    with pytest.raises(ResourceError, match=r"rank, engine and scorer, in turns: .* Lower rollout\.gpu_memory_"):
+        view(LARGE, *words, KL).summary()
+
+
+def test_weights_in_gpu_memory_leave_rank_engine_and_scorer_there_together(view: Callable[..., MemoryView]) -> None:
+    memory = memory_of(view(SMALL, *SHARED_GPU, KL, "weights.transport=ipc"))
+    scorer, bucket = memory.ranks["Scorer-reference"].total, memory.config.weights.bucket_mib * 2**20
+    together = memory.rank_bytes + memory.engine_bytes + scorer + 2 * GIB + bucket
+    assert memory.peaks() == {"rank, engine and scorer together": together}
+
+
+def test_a_scorer_that_leaves_its_gpu_waits_in_host_memory(view: Callable[..., MemoryView]) -> None:
+    shown = view(LARGE, *TURNS, KL)
+    parts = {part.name: part.num_bytes for part in host_parts(memory_of(shown), shown.plan)}
+    assert parts["Scorer-reference, while ranks have the GPUs"] == 2 * shape_of(LARGE).num_parameters
+    apart = view(LARGE, "trainer.num_ranks=8", KL)
+    assert not [part for part in host_parts(memory_of(apart), apart.plan) if "Scorer" in part.name]
+
+
+def test_a_scorer_of_fewer_ranks_has_more_weights_on_each(view: Callable[..., MemoryView]) -> None:
+    words = ("trainer.num_ranks=8", KL)
+    eight, two = (memory_of(view(LARGE, *words, *more)) for more in ((), ("trainer.num_scorer_ranks=2",)))
+    assert two.ranks["policy"] == eight.ranks["policy"]
+    weights = [memory.ranks["Scorer-reference"].parts["weights"] for memory in (two, eight)]
+    assert weights[0] == 4 * weights[1] == shape_of(LARGE).num_parameters
+
+
 def test_what_is_set_stays_as_it_is(view: Callable[..., MemoryView]) -> None:
     words = (
         "rollout.gpu_memory_utilization=0.4", "trainer.activation_checkpointing=true",
