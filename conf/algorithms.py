@@ -30,6 +30,11 @@ class AlgorithmConfig:
     """The algorithm's name, set by `algorithm=NAME`."""
     group_size: int = 1
     """Samples per prompt."""
+    epochs_per_batch: int = 1
+    """Passes of one update over its batch, each in trainer.num_minibatches optimizer steps (ppo_epochs of verl,
+    num_iterations of TRL). Above 1 the ratio is taken against the batch's start, so that the clip bounds all passes
+    together; a critic is trained as often. 1: further passes cost an update each, and gain most where samples are
+    dear."""
 
 
 @dataclass

@@ -228,6 +228,7 @@ def validate(config: RunConfig) -> None:
     _check_replay(config)
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:
+    at_least("algorithm.epochs_per_batch", config.algorithm.epochs_per_batch, 1)
         raise ConfigError(
             f"rollout.sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in "
             f"rollout.max_model_len={config.rollout.max_model_len}. Lower the first or raise the second."

@@ -42,7 +42,7 @@ from penstock.planner.search import Plan, Search
 SETTLED = 2
 """First steps that are left out: compilation and warming up."""
 SPLIT = (
-    "placement", "max_staleness", "algorithm.group_size",
+    "placement", "max_staleness", "algorithm.group_size", "algorithm.epochs_per_batch",
     *(f"rollout.{key}" for key in (
         "engine", "num_workers", "num_threads", "tensor_parallel_size", "num_gpus_per_worker", "dtype",
         "max_concurrent_samples", "max_model_len", "gpu_memory_utilization",

@@ -451,7 +451,8 @@ class RunDurations:
         return self.engine.decode_s(num_sequences, context)
 
     def update_s(self, lengths: Sequence[Sequence[int]]) -> float:
-        return max((self.rank.update_s(own) for own in lengths if own), default=0.0) + self._critic_s(lengths)
+        update = max((self.rank.update_s(own) for own in lengths if own), default=0.0)
+        return self.memory.config.algorithm.epochs_per_batch * update + self._critic_s(lengths)
 
     def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
         model = next((one.model for one in self.memory.flow.stages if one.name == stage and one.model), None)
@@ -490,4 +491,5 @@ class RunDurations:
         """Seconds of the critic's values and update, by the same ranks."""
         if "critic" not in self.memory.ranks:
             return 0.0
-        return max((self.rank.update_s(own) + self.rank.score_s(own) for own in lengths if own), default=0.0)
+        epochs = self.memory.config.algorithm.epochs_per_batch
+        return max((epochs * self.rank.update_s(own) + self.rank.score_s(own) for own in lengths if own), default=0.0)

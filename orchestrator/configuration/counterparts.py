@@ -136,14 +136,6 @@ TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
 IGNORED_TRACKERS = ("console", "none", "all")
 
 
-def once(number: int) -> Values:
-    if number > 1:
-        raise NotTranslated(
-            "each row is trained once; raise trainer.num_minibatches for more optimizer steps of a batch"
-        )
-    return {}
-
-
 def total_epochs(number: float) -> Values:
     raise NotTranslated(f"steps are counted here: set trainer.max_steps to {number:g} x rows / trainer.groups_per_step")
 

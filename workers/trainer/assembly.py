@@ -142,9 +142,11 @@ def assemble_trainer(
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
     memory_checkpoint = None
     if spec.memory_checkpoint_root is not None:
+    for one in trainers.values():
+        one.num_epochs = spec.epochs_per_batch
         memory_checkpoint = MemoryCheckpoint(state, trainer, spec.memory_checkpoint_root, is_saved=spec.is_saved)
     within = memory_checkpoint if not spec.keeps_beside else None
-    meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device)
+    meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device, spec.epochs_per_batch)
     meter.begin()
     worker = TrainerWorker(
         trainer,

@@ -123,6 +123,8 @@ class PolicyTrainer:
         self.trainable = trainable
         self._has_gradients = False
         self.before_weights_change: list[Callable[[], None]] = []
+        self.num_epochs = 1
+        """Passes of `update` over its rows."""
         """Functions called before weights change or leave the device: a checkpoint, or the copy that a rank keeps, may
         still be made of them."""
         try:
@@ -275,23 +277,28 @@ class PolicyTrainer:
             return self._batcher.microbatches(rows)
 
     def update(self, rows: Rows, loss: Loss, recorder: TokenRecorder | None = None) -> UpdateReport:
-        """Run one policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
+        """Run one policy update over the union of all ranks' rows: `num_epochs` passes, each of `num_minibatches`
+        optimizer steps. Collective.
 
         `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
         `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
         rows have `behavior_logprobs`. An optimizer step whose gradient norm is not finite is left out and counted:
-        weights and optimizer stay as they were. `recorder`: notes each token. Raises `DataError`, `DataflowError`.
+        weights and optimizer stay as they were. `recorder`: notes each token in the first pass. Raises `DataError`,
+        `DataflowError`.
         """
         started = clock(self.ranks.device)
         seconds: dict[str, float] = defaultdict(float)
         inputs, minibatches = self._planned(rows, loss)
-        old = self.logprobs(rows) if inputs.takes_old_logprobs and len(minibatches) > 1 else None
+        steps = [(epoch, minibatch) for epoch in range(self.num_epochs) for minibatch in minibatches]
+        old = self.logprobs(rows) if inputs.takes_old_logprobs and len(steps) > 1 else None
         params = self._own_params()
         seconds["plan"] = clock(self.ranks.device) - started
 
-        shared = UpdateContext(inputs, Tally(len(minibatches)), old, recorder)
+        first = UpdateContext(inputs, Tally(len(steps)), old, recorder)
+        later = replace(first, recorder=None)
         norms = []
-        for number, minibatch in enumerate(minibatches):
+        for number, (epoch, minibatch) in enumerate(steps):
+            shared = later if epoch else first
             self._accumulate(minibatch.batches, partial(self._contribution, minibatch, shared, number == 0), seconds)
             norms.append(self._optimizer_step(params, seconds))
         self.num_updates += 1

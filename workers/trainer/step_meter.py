@@ -94,10 +94,16 @@ class StepMeter:
     """Lifecycle: `begin` once the model is there, `note` after each step."""
 
     def __init__(
-        self, meters: Meters, size: ModelSize | None = None, num_peers: int = 1, device: torch.device | None = None
+        self,
+        meters: Meters,
+        size: ModelSize | None = None,
+        num_peers: int = 1,
+        device: torch.device | None = None,
+        num_epochs: int = 1,
     ) -> None:
-        """`num_peers`: ranks that split the work on the same rows, this one among them."""
-        self._meters, self._size, self._num_peers = meters, size, num_peers
+        """`num_peers`: ranks that split the work on the same rows, this one among them. `num_epochs`: passes of an
+        update over its rows."""
+        self._meters, self._size, self._num_peers, self._num_epochs = meters, size, num_peers, num_epochs
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._peak = peak_flops(torch.cuda.get_device_name(self._gpu)) if self._gpu is not None else None
 
@@ -130,7 +136,8 @@ class StepMeter:
         if self._size is None or not seconds:
             return
         lengths = (rows.lengths(context_column(rows)) + rows.lengths("response_ids")).tolist() if len(rows) else []
-        rate = (1 - shared) * self._size.update_flops(lengths) / self._num_peers / seconds
+        flops = self._num_epochs * self._size.update_flops(lengths)
+        rate = (1 - shared) * flops / self._num_peers / seconds
         self._meters.put(table.TRAINER_FLOPS, rate)
         if self._peak is not None:
             self._meters.put(table.TRAINER_MFU, rate / self._peak)

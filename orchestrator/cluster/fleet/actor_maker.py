@@ -230,6 +230,7 @@ class ActorMaker:
             columns=self._flow.columns,
             is_saved=bool(config.checkpoint.every_steps),
             checkpoint_timeout_s=config.checkpoint.timeout_s,
+            epochs_per_batch=config.algorithm.epochs_per_batch,
             phase_timeout_s=config.weights.phase_timeout_s,
             memory_checkpoint_root=self._states_root if config.faults.keep_state and are_replaced else None,
             keeps_beside=config.keeps_beside,

@@ -220,6 +220,16 @@ def test_verls_gsm8k_is_a_recipe(tmp_path: Path) -> None:
     assert config.tracking.sinks == ["ray", "wandb"]
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("run.sh", VERL_GSM8K.replace("main_ppo \\\n", "main_ppo actor_rollout_ref.actor.ppo_epochs=3 \\\n")),
+     ("grpo.yaml", TRL_GSM8K + "num_iterations: 3\n")],
+)  # fmt: skip
+def test_passes_over_a_batch_are_translated(tmp_path: Path, file: str, text: str) -> None:
+    recipe_of(tmp_path, file, text)
+    assert load_config([f"recipe={tmp_path}"]).algorithm.epochs_per_batch == 3
+
+
 def test_trls_gsm8k_is_a_recipe(tmp_path: Path) -> None:
     lost = recipe_of(tmp_path, "grpo.yaml", TRL_GSM8K)
     assert sorted(lost) == ["no_such_key", "num_processes"]

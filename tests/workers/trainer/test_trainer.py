@@ -20,6 +20,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Trainer
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.sequences import TEMPERATURES
 from tests.workers.trainer.conftest import ENGINES
@@ -36,18 +37,21 @@ def engine(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def plain_loop(model_path: str, steps: list[Rows], lr: float) -> dict[str, Tensor]:
-    """The loop that a reader would write: HF model, whole logits, AdamW, clip_grad_norm_."""
+def plain_loop(model_path: str, steps: list[Rows], lr: float, epochs: int = 1) -> dict[str, Tensor]:
+    """The loop that a reader would write: HF model, whole logits, AdamW, clip_grad_norm_. `epochs`: passes over each
+    batch, with the log-probabilities of the first as the old ones (`num_iterations` of TRL, `ppo_epochs` of verl)."""
     lm = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    for rows in steps:
+    old_logprobs = torch.zeros(0)
+    for rows, epoch in itertools.product(steps, range(epochs)):
         batch = batching.collate(rows, np.arange(len(rows)), ["advantage", "behavior_logprobs"])
         hidden = lm.model(input_ids=batch.input_ids_SL, use_cache=False).last_hidden_state
         logits = lm.lm_head(hidden.flatten(0, 1).index_select(0, batch.positions_N))
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, batch.targets_N[:, None]).squeeze(1)
         logprobs = batch.scatter(logprobs)
+        old_logprobs = old_logprobs if epoch else logprobs.detach()
         loss, _ = ppo_clip_loss(
-            logprobs, batch.mask_BT, BatchTotals.of(batch.mask_BT), old_logprobs=logprobs.detach(), **batch.columns
+            logprobs, batch.mask_BT, BatchTotals.of(batch.mask_BT), old_logprobs=old_logprobs, **batch.columns
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
@@ -204,6 +208,39 @@ def test_old_logprobs_are_those_of_the_batchs_start_in_every_minibatch(make_trai
     seen = sorted(tuple(np.round(old.tolist(), 4)) for old in olds)
     assert seen == sorted(tuple(np.round(values.tolist(), 4)) for values in start)
     assert drifts[0] < 1e-5 < drifts[-1]
+
+
+def test_epochs_are_those_of_a_plain_loop_against_the_batchs_start(
+    make_trainer: Make, make_rows: MakeRows, weights_of: Weights, model_path: str, engine: str
+) -> None:
+    steps, trainer = [make_rows(6, seed=seed) for seed in (1, 2)], make_trainer(lr=3e-2)
+    trainer.num_epochs = 3
+    reports = [trainer.update(rows, ppo_clip_loss) for rows in steps]
+    expected = plain_loop(model_path, steps, 3e-2, epochs=3)
+    for name, weight in weights_of(trainer).items():
+        if not name.endswith("k_proj.bias"):  # softmax does not see it: its gradient is rounding, which AdamW divides by
+            torch.testing.assert_close(weight, expected[name], atol=2e-5, rtol=0, msg=name)
+    assert trainer.num_updates == 2
+    assert all(report.metrics["actor/clip_fraction"] > 0 for report in reports)
+
+
+def test_each_epoch_takes_every_minibatch_and_the_first_alone_is_recorded(
+    make_trainer: Make, make_rows: MakeRows
+) -> None:
+    rows, trainer, seen = make_rows(8), make_trainer(lr=1e-3, num_minibatches=2), []
+    trainer.num_epochs = 2
+
+    def loss(logprobs: Tensor, mask: Tensor, totals: BatchTotals) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append(int(mask.any(-1).sum()))
+        return (logprobs * mask).sum(), {"sequences": mask.any(-1).sum()}
+
+    recorder = TokenRecorder()
+    metrics = trainer.update(rows, loss, recorder).metrics
+    assert sum(seen) == 2 * 8
+    assert metrics["actor/sequences"] == 4.0
+    values = recorder.values(rows, rows.lengths("response_ids").tolist())
+    assert values is not None
+    assert all(mask.all() for mask in values.loss_mask)
 
 
 def test_with_one_minibatch_old_logprobs_are_the_current_ones(make_trainer: Make, make_rows: MakeRows) -> None:
