@@ -219,6 +219,7 @@ def validate(config: RunConfig) -> None:
     """Check numbers, and across sections. Raises `ConfigError` naming the keys."""
     check_numbers(config)
     at_least("algorithm.group_size", config.algorithm.group_size, 1)
+    at_least("algorithm.epochs_per_batch", config.algorithm.epochs_per_batch, 1)
     if config.window_staleness > config.max_staleness:
         raise ConfigError(
             f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), "
@@ -228,7 +229,6 @@ def validate(config: RunConfig) -> None:
     _check_replay(config)
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:
-    at_least("algorithm.epochs_per_batch", config.algorithm.epochs_per_batch, 1)
         raise ConfigError(
             f"rollout.sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in "
             f"rollout.max_model_len={config.rollout.max_model_len}. Lower the first or raise the second."

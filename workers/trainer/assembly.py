@@ -139,11 +139,11 @@ def assemble_trainer(
         replay = Replay(spec.config.replay, spec.max_staleness, ranks.gather, *place)
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, replay, is_saved=spec.is_saved)
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
+    for one in trainers.values():
+        one.num_epochs = spec.epochs_per_batch
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
     memory_checkpoint = None
     if spec.memory_checkpoint_root is not None:
-    for one in trainers.values():
-        one.num_epochs = spec.epochs_per_batch
         memory_checkpoint = MemoryCheckpoint(state, trainer, spec.memory_checkpoint_root, is_saved=spec.is_saved)
     within = memory_checkpoint if not spec.keeps_beside else None
     meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device, spec.epochs_per_batch)

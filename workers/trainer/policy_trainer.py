@@ -117,14 +117,14 @@ class PolicyTrainer:
         self.engine_dtype = engine_dtype
         self.num_updates = 0
         """Number of updates so far, also before this trainer's start; the schedule's clock."""
+        self.num_epochs = 1
+        """Passes of `update` over its rows."""
         self.ranks = ranks or Ranks.join(config)
         self._temperature = temperature
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
         self._has_gradients = False
         self.before_weights_change: list[Callable[[], None]] = []
-        self.num_epochs = 1
-        """Passes of `update` over its rows."""
         """Functions called before weights change or leave the device: a checkpoint, or the copy that a rank keeps, may
         still be made of them."""
         try:
@@ -302,7 +302,7 @@ class PolicyTrainer:
             self._accumulate(minibatch.batches, partial(self._contribution, minibatch, shared, number == 0), seconds)
             norms.append(self._optimizer_step(params, seconds))
         self.num_updates += 1
-        metrics = self._metrics(shared, minibatches) | self._step_metrics(params, norms)
+        metrics = self._metrics(first, minibatches) | self._step_metrics(params, norms)
         return self._report(rows, metrics, seconds, started)
 
     def forward_backward(self, rows: Rows, loss: Loss) -> UpdateReport:

@@ -45,11 +45,11 @@ class TrainerSpec(RankSpec):
     """Stages that run on the batch before the update."""
     columns: dict[str, Column] = field(default_factory=dict)
     """Columns of the dataflow, for `in_trainer`."""
+    epochs_per_batch: int = 1
+    """Passes of an update over its batch."""
     is_saved: bool = False
     """True if checkpoints of this trainer are taken."""
     checkpoint_timeout_s: float = 1800.0
-    epochs_per_batch: int = 1
-    """Passes of an update over its batch."""
     memory_checkpoint_root: str | None = None
     """Directory in shared memory below which every rank keeps a copy of its state after each update, the same on all
     nodes (`memory_checkpoint.py`). None: no copies."""
