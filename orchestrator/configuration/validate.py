@@ -125,7 +125,7 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
     if config.data.curriculum.by is not None:
         yield Check("curriculum", lambda: _check_curriculum(config, flow))
     if flow.rows_are in ("demonstrations", "preferences"):
-        yield Check("rewritten turns", lambda: _compare_turns(config, flow), is_reported=True)
+        yield Check("rewritten turns", lambda: _describe_rewritten_turns(config, flow), is_reported=True)
     yield Check("rows left out", lambda: _count_left_out(config, flow), is_reported=True)
     others = [stage for stage in flow.stages if _needs_path(stage)]
     if others:
@@ -340,8 +340,8 @@ def _encoder(config: RunConfig, rows_are: str) -> Any:
     return encoder_of(config, tokenizer_of(config), processor, rows_are)
 
 
-def _compare_turns(config: RunConfig, flow: Dataflow) -> str:
-    """Say that the chat template writes an answered conversation otherwise than its prompt; empty where it does not."""
+def _describe_rewritten_turns(config: RunConfig, flow: Dataflow) -> str:
+    """Describe a chat template that writes an answered conversation otherwise than its prompt; empty: it does not."""
     try:
         dataset = open_rows(config)
     except PenstockError:  # the check of the data reports it
@@ -468,7 +468,7 @@ def describe_weights(config: RunConfig) -> str:
         told += [describe_times(way_of(config, size)), describe_wait(config, way_of(config, size))]
     if not is_elsewhere():
         usage = shutil.disk_usage(SHARED_MEMORY)
-        told += missing_room(config, num_elements, SharedMemory(usage.total, usage.free))
+        told += check_shared_memory(config, num_elements, SharedMemory(usage.total, usage.free))
     return "; ".join(told)
 
 
@@ -500,9 +500,9 @@ def describe_wait(config: RunConfig, way: PublicationTimes) -> str:
     return f"the next step waits for copies on the GPUs, {way.taken_s:.2g} s of it, and counts once all is written"
 
 
-def missing_room(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
-    """What a machine that all of the run is on has no room for, and the promise that lapses with it. Raises
-    `ResourceError` if that is the publications."""
+def check_shared_memory(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
+    """Describe what the shared memory of a machine that all of the run is on has no room for, and the promise that
+    lapses with it. Raises `ResourceError` if that is the publications."""
     publications = TURNS * publication_bytes(num_elements, config.rollout.dtype)
     if memory.total_bytes < publications:
         raise too_small("This machine", memory.total_bytes, publications)

@@ -7,10 +7,10 @@ import pytest
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import (
+    check_shared_memory,
     describe_times,
     describe_wait,
     describe_weights,
-    missing_room,
     way_of,
 )
 from penstock.workers.weights.publication.costs import SharedMemory
@@ -62,17 +62,17 @@ def test_a_machine_without_room_for_publications_is_refused() -> None:
     with pytest.raises(
         ResourceError, match=r"This machine has 64 bytes .*need 8,000,000 .*--shm-size.*sizeLimit.*nccl"
     ):
-        missing_room(load_config(TINY), MILLION, SharedMemory(64, 64))
+        check_shared_memory(load_config(TINY), MILLION, SharedMemory(64, 64))
 
 
 def test_copies_that_do_not_fit_are_told_with_the_promise_that_lapses() -> None:
     config, large = load_config(TINY), 10**9
-    (told,) = missing_room(config, MILLION, SharedMemory(large, 31 * MILLION))
+    (told,) = check_shared_memory(config, MILLION, SharedMemory(large, 31 * MILLION))
     assert "(24.0 MB, faults.keep_state) do not fit" in told
     assert "the death of a rank is a return to the newest checkpoint" in told
-    assert missing_room(config, MILLION, SharedMemory(large, 32 * MILLION)) == []
+    assert check_shared_memory(config, MILLION, SharedMemory(large, 32 * MILLION)) == []
 
 
 @pytest.mark.parametrize("words", [["faults.keep_state=false"], ["trainer.lora.rank=8"]])
 def test_copies_that_nobody_makes_need_no_room(words: list[str]) -> None:
-    assert missing_room(load_config([*TINY, *words]), MILLION, SharedMemory(10**9, 0)) == []
+    assert check_shared_memory(load_config([*TINY, *words]), MILLION, SharedMemory(10**9, 0)) == []
