@@ -126,7 +126,7 @@ class Controller:
     async def run(self) -> TrainingResult:
         """Make all steps. Raises the failure that explains the rest."""
         try:
-            with self._preemption.handled():
+            with self._preemption.handle_signals():
                 await self._run()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None

@@ -92,8 +92,8 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class Preemption:
-    """Handler of a scheduler's SIGTERM, and of SIGHUP. Lifecycle: within `handled`, `is_due` is true once no further
-    step is to begin; then `leave`."""
+    """Handler of a scheduler's SIGTERM, and of SIGHUP. Lifecycle: within `handle_signals`, `is_due` is true once no
+    further step is to begin; then `leave`."""
 
     def __init__(self, time_s: float, tell: Callable[[str], None]) -> None:
         """`time_s`: seconds between the signal and the end; 0: the signals do what they did before."""
@@ -103,7 +103,7 @@ class Preemption:
         self._end: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
-    def handled(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Handle the signals that this process has handlers of its own for, as the command line has."""
         before = {number: signal.getsignal(number) for number in ENDING}
         own = {number: handler for number, handler in before.items() if callable(handler)}
