@@ -170,7 +170,7 @@ class ClusterBackend:
                 except PenstockError as failure:
                     if kind_of(failure) is Kind.ERROR:
                         raise
-                    self._note_loss(name, handle, failure)
+                    self._queue_replacement(name, handle, failure)
                 finally:
                     self._at_work[name] -= Counter({tenant: call.num_samples})
                     self._changed.set()
@@ -216,7 +216,7 @@ class ClusterBackend:
             except PenstockError as failure:
                 if kind_of(failure) is Kind.ERROR:
                     raise
-                self._note_loss(name, handle, failure, sampler if method == "add_adapter" else "")
+                self._queue_replacement(name, handle, failure, sampler if method == "add_adapter" else "")
 
         await asyncio.gather(*(call(name, handle) for name, handle in self._fleet.role("rollout")))
 
@@ -224,7 +224,7 @@ class ClusterBackend:
         calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in engines]
         await answers(calls, phase=method, timeout_s=self._config.weights.phase_timeout_s)
 
-    def _note_loss(self, name: str, handle: Any, failure: PenstockError, adapter: str = "") -> None:
+    def _queue_replacement(self, name: str, handle: Any, failure: PenstockError, adapter: str = "") -> None:
         """Have an engine replaced, unless another call has. Several others go on meanwhile; one alone is waited for.
         `adapter`: the one that it was loading."""
         if self._fleet.handle_of(name) is handle:
