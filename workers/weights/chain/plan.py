@@ -76,7 +76,7 @@ class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
     is read.
 
     plan = make_plan(layout, pieces_of_ranks, nodes, chunk_bytes)
-    start, end = plan.spans[plan.chunks_of_node(nodes[0])[0]]
+    start, end = plan.spans[plan.chunks_from_node(nodes[0])[0]]
     """
 
     tensors: list[tuple[str, tuple[int, ...], str]]
@@ -111,13 +111,13 @@ class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
         """Digest of the plan: two relays with different plans do not understand each other."""
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
 
-    def chunks_of_node(self, node: str) -> list[int]:
+    def chunks_from_node(self, node: str) -> list[int]:
         """Numbers of the chunks that ranks of this node write."""
         return [number for number, chunk in enumerate(self.chunks) if self.nodes[chunk.rank] == node]
 
-    def node_spans(self, node: str) -> list[tuple[int, int]]:
+    def spans_from_node(self, node: str) -> list[tuple[int, int]]:
         """Byte ranges that ranks of this node write, the header included, in order of the file."""
-        return [(0, len(self.layout.header)), *sorted(self.spans[number] for number in self.chunks_of_node(node))]
+        return [(0, len(self.layout.header)), *sorted(self.spans[number] for number in self.chunks_from_node(node))]
 
 
 def make_plan(
@@ -151,7 +151,7 @@ def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> 
 def lanes_of(plan: ChunkPlan, source: str, most: int) -> dict[Lane, list[int]]:
     """The chunks of a chain by lane. Large data has as many lanes as are allowed, `most`, and at least one; each gets
     the next `chunk_bytes` in turn, so that all lanes progress with the ranks that write."""
-    chunks = plan.chunks_of_node(source)
+    chunks = plan.chunks_from_node(source)
     sizes = [end - start for start, end in (plan.spans[chunk] for chunk in chunks)]
     num_lanes = max(1, min(most, sum(sizes) // LANE_BYTES))
     lanes: dict[Lane, list[int]] = {Lane(source, number): [] for number in range(num_lanes)}

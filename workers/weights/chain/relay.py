@@ -51,8 +51,8 @@ from penstock.workers.weights.chain.plan import (
     upstreams,
 )
 from penstock.workers.weights.chain.subscription import (
+    ChainHeartbeat,
     ChunkServer,
-    Heartbeat,
     Puller,
     Subscribe,
     VersionFailure,
@@ -185,7 +185,9 @@ class Relay:
 
     def _make_transfer(self, broadcast: Broadcast, plan: ChunkPlan, base: PreviousVersion | None) -> Transfer:
         receives = self._node in broadcast.receivers
-        file, base = self._open_file(broadcast.version, plan, None if receives else plan.node_spans(self._node), base)
+        file, base = self._open_file(
+            broadcast.version, plan, None if receives else plan.spans_from_node(self._node), base
+        )
         pulls: dict[Lane, Pull] = {}
         sources = [source for source in plan.sources if receives and source != self._node]
         for source in sources:
@@ -241,7 +243,7 @@ class Relay:
                 if transfer is not None and transfer.broadcast.number == number:
                     return transfer
                 self._changed.wait(self._timeouts.heartbeat_s)
-            send(connection, Heartbeat(time.monotonic() - began))
+            send(connection, ChainHeartbeat(time.monotonic() - began))
         return None
 
     def _expect_reports(self, version: int, plan: bytes) -> Transfer | None:
@@ -286,7 +288,7 @@ class Reporter:
     def __init__(self, root: str | Path, plan: ChunkPlan, version: int, rank: int) -> None:
         """Connect to the node's relay. Raises `WeightError` where no relay listens."""
         self._numbers, self._rank = plan.numbers, rank
-        self.outlet = Outlet(plan.chunk_bytes, plan.node_spans(plan.nodes[rank]), self._written)
+        self.outlet = Outlet(plan.chunk_bytes, plan.spans_from_node(plan.nodes[rank]), self._written)
         self._lock = threading.Lock()
         try:
             self._socket = connect_path(Path(root) / SOCKET_NAME)

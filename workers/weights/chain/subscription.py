@@ -61,7 +61,7 @@ class Parcel(msgspec.Struct, frozen=True, tag=2):
     """Number of each chunk, and xxh3-128 of its bytes as the rank wrote them."""
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=3):
+class ChainHeartbeat(msgspec.Struct, frozen=True, tag=3):
     source_age_s: float
     """Seconds since the chain's source was heard of."""
 
@@ -86,7 +86,7 @@ class DifferenceParcel(msgspec.Struct, frozen=True, tag=7):
     """xxh3-128 of the chunk's bytes as the rank wrote them."""
 
 
-Message = Subscribe | Parcel | Heartbeat | AllSent | VersionGone | VersionFailure | DifferenceParcel
+Message = Subscribe | Parcel | ChainHeartbeat | AllSent | VersionGone | VersionFailure | DifferenceParcel
 KIND = 1
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -135,7 +135,7 @@ class ChunkServer:
                 self._send_parcel(connection, following)
                 continue
             send(connection, following)
-            if not isinstance(following, Heartbeat):
+            if not isinstance(following, ChainHeartbeat):
                 return
 
     def _next(self) -> Message | list[int]:
@@ -152,7 +152,7 @@ class ChunkServer:
                 return VersionGone()
             if parcel:
                 return parcel
-            return AllSent() if self._feed.is_over else Heartbeat(transfer.source_age_s(self._source))
+            return AllSent() if self._feed.is_over else ChainHeartbeat(transfer.source_age_s(self._source))
 
     def _take(self) -> list[int]:
         return [] if self._transfer.is_over else self._feed.next_parcel()
@@ -273,7 +273,7 @@ class Puller:
                 self._receive(connection, message, frame)
             elif isinstance(message, DifferenceParcel):
                 self._receive_difference(connection, message, frame)
-            elif isinstance(message, Heartbeat):
+            elif isinstance(message, ChainHeartbeat):
                 pull.waiting(message.source_age_s, time.monotonic())
             elif isinstance(message, AllSent):
                 pull.ended(time.monotonic())

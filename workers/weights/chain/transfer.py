@@ -120,7 +120,7 @@ class PreviousVersion:
 
     def name(self, source: str) -> bytes:
         """The name of the chunks of a chain: the same on all nodes with the same bytes. Empty: some are missing."""
-        digests = [self._digests.get(chunk, b"") for chunk in self.plan.chunks_of_node(source)]
+        digests = [self._digests.get(chunk, b"") for chunk in self.plan.chunks_from_node(source)]
         return xxhash.xxh3_128_digest(b"".join(digests)) if all(digests) else b""
 
     def bytes_of(self, chunk: int) -> memoryview:
@@ -301,7 +301,7 @@ class Transfer:
             )
 
     def _missing_text(self) -> str:
-        own = [chunk for chunk in self.plan.chunks_of_node(self.node) if chunk not in self.digests]
+        own = [chunk for chunk in self.plan.chunks_from_node(self.node) if chunk not in self.digests]
         parts = [f"{len(own)} chunks of ranks of this node"] if own else []
         parts += [
             f"{len(pull.missing)} chunks from {source}, last asked of {pull.upstream} ({pull.reparented} times another)"

@@ -33,9 +33,9 @@ def test_pieces_are_cut_at_the_ends_of_ranks_and_of_chunks() -> None:
         ("w", 0, 8, 0), ("w", 8, 4, 0), ("b", 0, 3, 0), ("w", 12, 8, 1), ("w", 20, 4, 1),
     ]  # fmt: skip
     assert plan.sources == ["x", "y"]
-    assert plan.chunks_of_node("y") == [3, 4]
+    assert plan.chunks_from_node("y") == [3, 4]
     header = len(LAYOUT.header)
-    assert plan.node_spans("y") == [(0, header), *(plan.spans[number] for number in (3, 4))]
+    assert plan.spans_from_node("y") == [(0, header), *(plan.spans[number] for number in (3, 4))]
 
 
 @given(st.lists(st.integers(1, LANE_BYTES), min_size=1, max_size=12), st.integers(0, 9))
@@ -46,7 +46,7 @@ def test_each_chunk_of_a_chain_is_in_one_lane_and_lanes_are_as_long(sizes: list[
     lanes = lanes_of(plan, "x", most)
     total = layout.num_bytes - len(layout.header)
     assert len(lanes) == max(1, min(most, total // LANE_BYTES))
-    assert sorted(chunk for lane in lanes.values() for chunk in lane) == plan.chunks_of_node("x")
+    assert sorted(chunk for lane in lanes.values() for chunk in lane) == plan.chunks_from_node("x")
     assert {lane.source for lane in lanes} == {"x"}
     assert all(lane == sorted(lane) for lane in lanes.values())
     lengths = [sum(plan.spans[chunk][1] - plan.spans[chunk][0] for chunk in lane) for lane in lanes.values()]
@@ -63,7 +63,7 @@ def test_four_chunks_over_two_lanes_take_turns() -> None:
 def test_all_ranks_of_a_node_are_one_source() -> None:
     plan = make_plan(LAYOUT, BY_RANK, ["x", "x"])
     assert plan.sources == ["x"]
-    assert plan.chunks_of_node("x") == [0, 1, 2]
+    assert plan.chunks_from_node("x") == [0, 1, 2]
 
 
 def test_what_nobody_will_write_is_refused_before_the_first_version() -> None:

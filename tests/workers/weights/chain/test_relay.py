@@ -85,7 +85,7 @@ def test_chunks_go_on_while_another_rank_has_not_begun(tmp_path: Path) -> None:
         cluster.begin(1)
         cluster.write(1, ranks=[0])
         deadline = time.monotonic() + 300
-        while min(cluster.relays[node].stats()["chunks"] for node in "ab") < len(cluster.plan.chunks_of_node("x")):
+        while min(cluster.relays[node].stats()["chunks"] for node in "ab") < len(cluster.plan.chunks_from_node("x")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert newest_publication(tmp_path / "a") is None
@@ -207,7 +207,7 @@ def test_what_did_not_come_in_time_is_named(tmp_path: Path) -> None:
     with Cluster(tmp_path, plan_of(["x", "y"]), ["a"]) as cluster:
         cluster.begin(1)
         cluster.write(1, ranks=[0])
-        num_chunks = len(cluster.plan.chunks_of_node("y"))
+        num_chunks = len(cluster.plan.chunks_from_node("y"))
         with pytest.raises(DeadlineExceeded, match=f"{num_chunks} chunks from y, last asked of y"):
             cluster.relays["a"].wait(1, 0.5)
 
