@@ -268,7 +268,7 @@ class VllmEngine:
         return int(await self.llm.get_weight_version())
 
     def sampled(self) -> SamplingProgress:
-        now = request_progress(self.llm.output_processor) if self.llm is not None else SamplingProgress(0, 0)
+        now = sampling_progress(self.llm.output_processor) if self.llm is not None else SamplingProgress(0, 0)
         waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
         return SamplingProgress(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
 
@@ -681,8 +681,8 @@ def to_completion(
     return Completion(token_ids, logprobs, versions, text, sample.finish_reason, experts)
 
 
-def request_progress(processor: Any) -> SamplingProgress:
-    """Counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
+def sampling_progress(processor: Any) -> SamplingProgress:
+    """Total counts of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end.
     Finished samples of a group wait there until the whole group is finished."""
     samples = processor.request_states.values()
     done = [sample for group in processor.parent_requests.values() for sample in group.output_aggregator if sample]
