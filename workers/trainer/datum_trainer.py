@@ -55,7 +55,7 @@ class DatumTrainer(PolicyTrainer):
         since the last step. `loss` None: scores alone. Metrics are those of all ranks' data: `loss`. Collective. Raises
         `DataError` on all ranks alike, having changed nothing."""
         formula = _no_loss if loss is None else summed_loss(loss.name, loss.config)
-        rows = self._all_or_none(lambda: rows_of(data, loss, self._limits))
+        rows = self._fail_together(lambda: rows_of(data, loss, self._limits))
         inputs = LossArguments.of(formula, rows.names)
         with self._phase("agreement on micro-batches"):
             minibatches = self._batcher.minibatches(rows, inputs, 1)
@@ -98,7 +98,7 @@ class DatumTrainer(PolicyTrainer):
                 share(batch)
         self.engine.free()
 
-    def _all_or_none(self, make: Callable[[], T]) -> T:
+    def _fail_together(self, make: Callable[[], T]) -> T:
         """Return what `make` returns on this rank. Where it raises `DataError` on any, all ranks do: none is left
         waiting for another."""
         made, failure = None, None
