@@ -56,8 +56,8 @@ class Critic(Protocol):
     def update(self, rows: Rows, loss: Loss) -> UpdateReport: ...
 
 
-class Stateful(Protocol):
-    """Carries a state from step to step."""
+class StateHolder(Protocol):
+    """Holds a state from step to step."""
 
     state: Any
 
@@ -200,19 +200,19 @@ class Preparation:
         self.workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
         self._gather = gather
         self._critic, self._replay = critic, replay
-        self._carriers: dict[str, Stateful] = {**self.workers}
+        self._state_holders: dict[str, StateHolder] = {**self.workers}
         if replay is not None:
-            self._starts[REPLAY], self._carriers[REPLAY] = replay.state, replay
+            self._starts[REPLAY], self._state_holders[REPLAY] = replay.state, replay
 
     def carried(self) -> str:
         """States that functions carry from step to step, for checkpoints. Raises `DataflowError` for a state that is no
         plain data."""
-        return states_to_text({name: self._carriers[name].state for name in self._starts}, self._starts)
+        return states_to_text({name: self._state_holders[name].state for name in self._starts}, self._starts)
 
     def resume(self, carried: str) -> None:
         """Go on from carried states. Raises `CheckpointError` if they are of other stages."""
         for name, state in states_from_text(carried, self._starts).items():
-            self._carriers[name].state = state
+            self._state_holders[name].state = state
 
     def apply(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
         """Return these rows with the columns that the stages write, after them those that are trained again, and the
