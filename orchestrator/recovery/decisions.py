@@ -52,7 +52,7 @@ class Return:
 
 
 class MemberFaults:
-    """The recovery of one member, over all its incarnations."""
+    """The faults of one member, over all its incarnations."""
 
     def __init__(self, config: FaultsConfig) -> None:
         self.is_lost = False
