@@ -441,7 +441,7 @@ class HfEngine:
             raise ModelError(f"model.path={self._spec.model_path}: the hf engine cannot load it: {error}") from None
         self._detokenizer = Detokenizer(tokenizer)
         self._banned = () if self._processor is None else self._processor.token_ids
-        self._form = CheckpointForm(self.model)
+        self._form = CheckpointForm(self.model, stacked=True)
         self._adapters = MergedAdapters(self.model, self._spec.adapters)
         if self._config.router_replay:
             self._recorder = RoutingRecorder(self.model)

@@ -394,7 +394,7 @@ class PolicyTrainer:
     def _published(self) -> Iterator[Piece]:
         """Pieces that engines are sent. Collective."""
         alone = self.trainable and self.config.lora.publishes_adapter
-        return self.engine.adapter_pieces() if alone else self.engine.pieces()
+        return self.engine.adapter_pieces() if alone else self.engine.pieces(stacked=True)
 
     def try_export(self) -> None:
         """See that what an export has besides the weights can be written. Raises `ModelError`."""

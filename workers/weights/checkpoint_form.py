@@ -8,8 +8,10 @@ than their checkpoints do.
 
 *From the model to the checkpoint* (`CheckpointForm`): what transformers stacks lies expert after expert in the model's
 tensor, so that each tensor of the checkpoint is a range of its elements, and a rank's range is ranges of those.
-Publications and exports have the checkpoint's form, which engines and `from_pretrained` read; the trainer's states have
-the model's.
+Exports and streams have the checkpoint's form, which engines and `from_pretrained` read; the trainer's states have the
+model's. Publications in shared memory have it, too, but for experts, which stay stacked where vLLM's loaders know
+stacks (`STACKS`): 531 tensors of Qwen3-30B-A3B instead of 18,867. A stream gathers a tensor at a time, and small ones
+take less of a GPU.
 
 *From the checkpoint to the model* (`match_keys`, `check_weights`): by the headers of its files, before any is read.
 transformers draws random numbers for what a checkpoint lacks, and says so in a log. Here that is an error, for
@@ -44,6 +46,12 @@ HEAD = "score.weight"
 """Name of the weights of a scalar head."""
 MOST_SHOWN = 5
 """Most names in a message."""
+STACKED_FAMILIES = ("mixtral", "qwen3_moe")
+"""Types of models whose stacks vLLM's loaders take as they are. Others' loaders may know single experts only."""
+STACKS = {
+    ("gate_proj", "up_proj"): "gate_up_proj", ("down_proj",): "down_proj", ("w1", "w3"): "w13", ("w2",): "w2",
+}  # fmt: skip
+"""vLLM's names of stacks `[E, rows, columns]`, by those of the weights of one expert whose rows they join."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,10 @@ class CheckpointForm:
     pieces_of_publication = (part for piece in pieces for part in form.pieces(piece))
     """
 
-    def __init__(self, lm: Any) -> None:
-        """`lm`: a model of transformers, with or without weights or adapters."""
+    def __init__(self, lm: Any, *, stacked: bool = False) -> None:
+        """`lm`: a model of transformers, with or without weights or adapters. `stacked`: the form of publications."""
         self._lm = lm
+        self._stacked = stacked and lm.config.get_text_config().model_type in STACKED_FAMILIES
         self._keeps_float32 = keeps_float32(lm)
         self._parts: dict[str, tuple[CheckpointTensor, ...]] = {}
 
@@ -138,6 +147,8 @@ class CheckpointForm:
                 f"the model {self._lm.config.model_type!r}: {name} of shape {list(shape)} is not what transformers "
                 f"would make of {stored}. Choose another model.path."
             )
+        if self._stacked and (stack := STACKS.get(tuple(end.rsplit(".", 2)[-2] for end in ends))) is not None:
+            return (CheckpointTensor(f"{stored.partition('*')[0]}{stack}", shape, 0),)
         inner = (shape[1] // len(ends), *shape[2:])
         names = [stored.replace(ends[0], other) for other in ends]
         return tuple(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, EngineSpec, RolloutEngine, Sampling
 from penstock.workers.rollout.rollout_engines import make_engine
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
+from penstock.workers.weights.publication.publication_files import MappedWeights
 from penstock.workers.weights.weight_senders import SendingRank, StreamTransport
 from tests.mixtures import build_mixture
 
@@ -36,17 +38,22 @@ def gap(trainer: PolicyTrainer, completions: list[Completion]) -> float:
 
 
 async def gaps_of_versions(engine: RolloutEngine, trainer: PolicyTrainer, directory: str) -> list[float]:
-    """Gaps of the weights that the engine starts with, and of those of two publications."""
-    gaps, sampling = [], Sampling(max_tokens=12, seed=3, ignore_eos=True)
+    """Gaps of the weights that the engine starts with, one tensor an expert, of the same in stacks, which have the same
+    bits, and of those of two publications."""
+    gaps, sampling, first = [], Sampling(max_tokens=12, seed=3, ignore_eos=True), list[list[float]]()
     await engine.start()
     try:
-        for version in range(3):
+        for version in range(4):
             if version:
                 await engine.load(trainer.publish(directory, version))
             completions = await engine.generate(PROMPT, 4, sampling)
             assert {one for some in completions for one in some.versions} == {version}
             gaps.append(gap(trainer, completions))
-            trainer.update(rows_of(completions), sft_loss)
+            first = first or [list(some.logprobs) for some in completions]
+            if version == 1:
+                assert [list(some.logprobs) for some in completions] == first
+            if version:
+                trainer.update(rows_of(completions), sft_loss)
         gaps.append(gap(trainer, completions))  # those of the weights before
     finally:
         await engine.close()
@@ -55,7 +62,12 @@ async def gaps_of_versions(engine: RolloutEngine, trainer: PolicyTrainer, direct
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("hf", "qwen3_moe"), ("hf", "mixtral"), pytest.param("vllm", "mixtral", marks=VLLM)],
+    [
+        ("hf", "qwen3_moe"),
+        ("hf", "mixtral"),
+        pytest.param("vllm", "qwen3_moe", marks=VLLM),
+        pytest.param("vllm", "mixtral", marks=VLLM),
+    ],
 )
 def test_engines_start_from_an_export_and_follow_publications(
     tmp_path: Path, request: pytest.FixtureRequest, name: str, kind: str
@@ -78,6 +90,24 @@ def test_engines_start_from_an_export_and_follow_publications(
     trainer.close()
     assert max(gaps) < 1e-4
     assert stale > 1e-2
+
+
+def test_a_publication_has_two_tensors_a_layer_of_experts_with_their_bits(tmp_path: Path) -> None:
+    path = build_mixture("qwen3_moe", tmp_path / "model")
+    trainer = PolicyTrainer(TrainerConfig(), path)
+    published = dict(MappedWeights(trainer.publish(str(tmp_path / "publications"), 1)).tensors())
+    trainer.close()
+    files = load_file(f"{path}/model.safetensors")
+    stored, sent = ([name for name in names if ".experts." in name] for names in (files, published))
+    assert (len(stored), len(sent)) == (2 * 4 * 3, 2 * 2)
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp.experts"
+        for expert, (both, down) in enumerate(
+            zip(published[f"{place}.gate_up_proj"], published[f"{place}.down_proj"], strict=True)
+        ):
+            parts = [files[f"{place}.{expert}.{half}_proj.weight"] for half in ("gate", "up")]
+            assert both.equal(torch.cat(parts))
+            assert down.equal(files[f"{place}.{expert}.down_proj.weight"])
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])

@@ -2,13 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from penstock.conf.errors import ModelError
@@ -31,6 +32,39 @@ def test_parts_are_the_tensors_that_save_pretrained_writes(tmp_path: Path, kind:
     assert all(torch.equal(ours[name], stored[name]) for name in stored)
     assert len([name for name in stored if ".experts." in name]) == 2 * 4 * 3
     assert len(stacked_experts(lm)) == 2 * 2
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_engines_are_sent_a_stack_where_checkpoints_have_many_experts(kind: str) -> None:
+    lm = MIXTURES[kind]()
+    alone, stacked = CheckpointForm(lm), CheckpointForm(lm, stacked=True)
+    of_experts = {"qwen3_moe": ("gate_up_proj", "down_proj"), "mixtral": ("w13", "w2")}[kind]
+    for name, tensor in lm.state_dict().items():
+        pieces = list(stacked.pieces(Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1))))
+        if name in stacked_experts(lm):
+            assert pieces[0].name.rpartition("experts.")[2] in of_experts
+        else:
+            assert pieces[0].name == alone.parts(name, tuple(tensor.shape))[0].name
+        (whole,) = pieces
+        assert whole.values.view(whole.shape).equal(tensor)
+
+
+def tensors_of(lm: Any, *, stacked: bool) -> list[str]:
+    form = CheckpointForm(lm, stacked=stacked)
+    return [part.name for name, one in lm.named_parameters() for part in form.parts(name, tuple(one.shape))]
+
+
+def test_a_mixture_of_30b_is_531_tensors_to_engines_and_18867_in_its_files() -> None:
+    with torch.device("meta"):
+        lm = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+                num_key_value_heads=4, head_dim=128, num_experts=128, moe_intermediate_size=768,
+                intermediate_size=6144,
+            )
+        )  # fmt: skip
+    assert len(tensors_of(lm, stacked=False)) == 48 * (128 * 3 + 9) + 3 == 18867
+    assert len(tensors_of(lm, stacked=True)) == 48 * (2 + 9) + 3 == 531
 
 
 EXPERTS = (3, 4, 2)

@@ -181,6 +181,7 @@ class DeepSpeedEngine:
         self.form = CheckpointForm(model.lm)
         self.stage = config.deepspeed.zero_stage
         self._is_offloaded = config.offload
+        self._stacked_form = CheckpointForm(model.lm, stacked=True)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer: torch.optim.AdamW | None = None
         self.where = ""
@@ -293,16 +294,17 @@ class DeepSpeedEngine:
 
     # What lies where
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, *, stacked: bool = False) -> Iterator[Piece]:
         """Pieces of all weights; trained ones as their float32 masters have them."""
         for name, parameter in self.model.lm.named_parameters():
             fragment = self._fragments.get(name)
             if fragment is not None:
-                yield from self.form.pieces(fragment.piece())
+        form = self._stacked_form if stacked else self.form
+                yield from form.pieces(fragment.piece())
             else:
-                yield from self.form.pieces(frozen_piece(name, parameter, self.ranks.rank, self.ranks.num_ranks))
+                yield from form.pieces(frozen_piece(name, parameter, self.ranks.rank, self.ranks.num_ranks))
         for piece in buffer_pieces(self.model.lm, self.ranks.rank):
-            yield from self.form.pieces(piece)
+            yield from form.pieces(piece)
 
     def adapter_pieces(self) -> Iterator[Piece]:
         """No pieces: `conf/trainer.py` has adapters for fsdp only."""

@@ -72,6 +72,7 @@ class FsdpEngine:
         self.root = self._fully_shard(self.mesh.fsdp, config.dtype)
         self._load(weights, HOST if self._is_offloaded else ranks.device)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._stacked_form = CheckpointForm(model.lm, stacked=True)
         for name, module in model.named_modules():
             if module in self.units:
                 module.register_forward_pre_hook(partial(self._entered, name or "the embedding and the head"))
@@ -193,9 +194,10 @@ class FsdpEngine:
     # What lies where
 
     @torch.no_grad()
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self, *, stacked: bool = False) -> Iterator[Piece]:
+        form = self._stacked_form if stacked else self.form
         for piece in self._model_pieces():
-            yield from self.form.pieces(piece)
+            yield from form.pieces(piece)
 
     def _model_pieces(self) -> Iterator[Piece]:
         """Pieces of the weights, by the model's names. With LoRA or tensor parallelism values are copies, each made as

@@ -73,10 +73,11 @@ class TrainEngine(Protocol):
     def free(self) -> None:
         """Release gathered parameters, which an optimizer step outdates. Called after passes without backward."""
 
-    def pieces(self) -> Iterator[Piece]:
-        """The weights as a checkpoint of the model has them (`weights/checkpoint_form.py`): this rank's ranges of their
-        elements, tied weights once, persistent buffers too. Adapters are merged. Collective. Raises `ModelError` for a
-        model of which transformers makes something else in a way that is not known."""
+    def pieces(self, *, stacked: bool = False) -> Iterator[Piece]:
+        """The weights as a checkpoint of the model has them, or with `stacked` a publication
+        (`weights/checkpoint_form.py`): this rank's ranges of their elements, tied weights once, persistent buffers too.
+        Adapters are merged. Collective. Raises `ModelError` for a model of which transformers makes something else in a
+        way that is not known."""
 
     def adapter_pieces(self) -> Iterator[Piece]:
         """A and B of every adapter, runs of their elements, by PEFT's names (`weights/publication/adapter.py`);
