@@ -163,9 +163,9 @@ class TrainerConfig:
     up to 32,768, beyond which nothing is gained; else 8,192."""
     packing: str = "auto"
     """Rows of a micro-batch without padding, one after the other; none attends to another (what verl calls
-    use_remove_padding). auto: with model.attention=flash_attention_2, which has a kernel for it. always: also with
-    sdpa, where it pays as lengths differ widely. never: rows of similar length are padded to the longest of them.
-    Changes results by rounding."""
+    use_remove_padding). auto: where a kernel takes them so: with model.attention=flash_attention_2, and with sdpa and
+    trainer.dtype=bfloat16 on GPUs on which torch's own passes a trial. always: also without, where it pays as lengths
+    differ widely. never: rows of similar length are padded to the longest of them. Changes results by rounding."""
     share_prefixes: str = "auto"
     """Train the rows of a group as a tree, in which their common beginnings are computed once: the prompt, and the
     turns of attempts. auto: where that saves at least 256 tokens of a group and a fifth of them, for text models with

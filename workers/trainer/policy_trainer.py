@@ -144,9 +144,12 @@ class PolicyTrainer:
         self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
         self.size = size_of(self.model, has_adapters=self.trainable and bool(config.lora.rank))
         """Size of the whole model, whatever part of it this rank has."""
-        self.packs = packed_attention.choose(self.model.lm, config.packing)
+        kernels = packed_attention.find_kernels(self.model.lm, config, self.ranks)
+        self.packs = packed_attention.choose(self.model.lm, config.packing, has_kernel=kernels.packed)
         """True if rows of a micro-batch are packed (`trainer.packing`)."""
-        self.sharing = packed_attention.choose_trees(self.model.lm, config.share_prefixes, is_compiled=config.compile)
+        self.sharing = packed_attention.choose_trees(
+            self.model.lm, config.share_prefixes, is_compiled=config.compile, has_kernel=kernels.trees
+        )
         """Whether rows of a group are trees: never, auto or always."""
         self.model.requires_grad_(self.trainable)
         check_vision(self.model.lm)

@@ -1,8 +1,9 @@
 """Attention over packed rows and trees (`update/token_layout.py`): the models that can be called so, and the function
 that they call.
 
-    model.attention=sdpa               `attention`, below: one call of sdpa for all blocks of one length, or
-                                       `TreeAttention`, in which a token attends to its ancestors and itself
+    model.attention=sdpa               `attention`, below: torch's kernel for all blocks (`attention_kernels.py`) where
+                                       it works, else one call of sdpa for all of one length; or `TreeAttention`, in
+                                       which a token attends to its ancestors and itself
     model.attention=flash_attention_2  its kernel for sequences of different lengths, which transformers calls
 
 transformers calls both by name, and hands on what the model was called with: so nothing of the model is changed.
@@ -16,10 +17,13 @@ Unseen on a GPU. Tests on CPUs show FlexAttention's forward pass.
 """
 
 import inspect
-from functools import cached_property, lru_cache
+import logging
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -27,10 +31,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.models import attention_kernels
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.token_layout import Blocks, Trees, mask_of
 
 BLOCK_TOKENS = 128
 """Queries, and keys, of a block of FlexAttention's kernel."""
+_LOG = logging.getLogger("penstock")
 
 
 class TreeAttention:
@@ -159,11 +167,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """Names that transformers has for kinds of layers."""
 
 
-def choose(lm: Any, packing: str) -> bool:
-    """Decide whether a model is called with packed rows, and prepare it for them. `packing`: `trainer.packing`. Raises
-    `ConfigError` where packing is asked for by name and the model cannot be called so."""
+def choose(lm: Any, packing: str, *, has_kernel: bool = False) -> bool:
+    """Decide whether a model is called with packed rows, and prepare it for them. `packing`: `trainer.packing`.
+    `has_kernel`: what `find_kernels` has found. Raises `ConfigError` where packing is asked for by name and the model
+    cannot be called so."""
     implementation = lm.config._attn_implementation
-    if packing == "never" or (packing == "auto" and implementation != FLASH):
+    if packing == "never" or (packing == "auto" and implementation != FLASH and not has_kernel):
         return False
     reason = reason_against(lm)
     if reason is not None and packing == "always":
@@ -173,17 +182,65 @@ def choose(lm: Any, packing: str) -> bool:
     return reason is None
 
 
-def choose_trees(lm: Any, sharing: str, *, is_compiled: bool) -> str:
+def choose_trees(lm: Any, sharing: str, *, is_compiled: bool, has_kernel: bool = True) -> str:
     """Decide whether a model is called with trees, and prepare it for them: `sharing` (`trainer.share_prefixes`), or
-    never. `is_compiled`: its layers are, and attention would cut them apart. Raises `ConfigError` where sharing is
-    asked for by name and the model cannot be called so."""
+    never. `is_compiled`: its layers are, and attention would cut them apart. `has_kernel`: what `find_kernels` has
+    found. Raises `ConfigError` where sharing is asked for by name and the model cannot be called so."""
     reason = reason_against_trees(lm)
+    if reason is None and not has_kernel:
+        reason = "FlexAttention, which computes trees on GPUs, does not work here: the rank's log says why"
     if sharing == "always" and reason is not None:
         raise ConfigError(f"{TREES_KEY}=always: {reason}. Set {TREES_KEY}=never.")
     if sharing == "never" or reason is not None or (sharing == "auto" and is_compiled):
         return "never"
     text_model(lm).set_attn_implementation(PACKED)
     return sharing
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels work on the rank's device."""
+
+    packed: bool
+    """True if torch's own flash-attention takes packed rows there."""
+    trees: bool = True
+    """False if FlexAttention is needed there, and does not work."""
+
+
+def find_kernels(lm: Any, config: TrainerConfig, ranks: Ranks) -> Kernels:
+    """Try the kernels that this model would be called with on a GPU: those count that work on all ranks. On a CPU there
+    is nothing to try. Collective."""
+    if ranks.device.type != "cuda" or lm.config._attn_implementation != "sdpa":
+        return Kernels(packed=False)
+    found = ranks.gather_ranks(_own_kernels(lm, config, ranks.device))
+    return Kernels(all(one.packed for one in found), all(one.trees for one in found))
+
+
+def _own_kernels(lm: Any, config: TrainerConfig, device: torch.device) -> Kernels:
+    text, dtype = text_model(lm).config, getattr(torch, config.dtype)
+    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads[0]
+    packs = config.packing != "never" and reason_against(lm) is None
+    shares = config.share_prefixes == "always" or (config.share_prefixes == "auto" and not config.compile)
+    reason = None
+    if shares and reason_against_trees(lm) is None:
+        reason = reason_against_flex(device, dtype, heads, width)
+    if reason is not None:
+        _LOG.warning("%s=auto is never: FlexAttention does not work here: %s", TREES_KEY, reason)
+    return Kernels(packs and attention_kernels.try_packed(device, dtype, width), reason is None)
+
+
+def reason_against_flex(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], width: int) -> str | None:
+    """Why trees are not computed by FlexAttention; None: it computes what blocks of queries do. `heads`: of queries,
+    and of keys."""
+    random = np.random.default_rng(0)
+    prompt, *responses = (random.integers(0, 9, length) for length in (200, 150, 90))
+    trees, _ = Trees.of([np.concatenate([prompt, response]) for response in responses], np.zeros(2, np.int64))
+    attention, module = TreeAttention(trees.to(device)), nn.Module()
+    module.num_key_value_groups = heads[0] // heads[1]  # type: ignore[assignment]
+    shapes = [(1, number, trees.num_tokens, width) for number in (heads[0], heads[1], heads[1])]
+    flex, blocks = (partial(way, module, scaling=width**-0.5) for way in (attention.by_flex, attention.by_blocks))
+    return attention_kernels.difference(flex, blocks, shapes, device, dtype)
 
 
 def text_model(lm: Any) -> Any:
@@ -258,6 +315,11 @@ def attention(
     if blocks is None:
         mask = mask_of(query.shape[2], attention_mask, query.device)
         return sdpa_attention_forward(module, query, key, value, mask, **(keywords | {"is_causal": True}))
+    has_more = keywords.get("position_bias") is not None or keywords.get("dropout")
+    if attention_kernels.takes(query, value) and not has_more:
+        bounds, longest = blocks.all_bounds(query.shape[2])
+        output = attention_kernels.packed(query, key, value, bounds, longest, attention_mask, keywords.get("scaling"))
+        return output, None
     runs = list(blocks.runs(query.shape[2]))
     # One split, whose gradient is one concatenation: that of a slice is as large as what it was cut from.
     sizes = [count * length for count, length in runs]

@@ -66,6 +66,13 @@ class Blocks:
         for length, alike in groupby((*self.lengths, rest) if rest else self.lengths):
             yield sum(1 for _ in alike), length
 
+    def all_bounds(self, num_tokens: int) -> tuple[Tensor, int]:
+        """`bounds` with a block for what is left of `num_tokens`, which is padding; and the length of the longest."""
+        rest, longest = num_tokens - sum(self.lengths), max(self.lengths)
+        if not rest:
+            return self.bounds, longest
+        return torch.cat([self.bounds, self.bounds[-1:] + rest]), max(longest, rest)
+
 
 def mask_of(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """What each token of a block attends to, `[L, L]` bool, queries first. None: to all before it and itself, which
