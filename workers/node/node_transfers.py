@@ -47,8 +47,8 @@ from penstock.workers.runtime.url_files import SavedFile, saved_file
 from penstock.workers.trainer.memory_slots import (
     Header,
     Slots,
-    complete_steps,
     copied_ranks,
+    copied_steps,
     from_json,
     keep_only,
     reserve_slots,
@@ -292,7 +292,7 @@ class StateService:
     def there(self, trainer: str) -> dict[int, list[int]]:
         """Steps whose whole copies this node has, by rank."""
         folder = self._folder(trainer)
-        found = {rank: complete_steps(folder, rank) for rank in copied_ranks(folder)}
+        found = {rank: copied_steps(folder, rank) for rank in copied_ranks(folder)}
         return {rank: steps for rank, steps in found.items() if steps}
 
     def fetch(self, trainer: str, copies: Mapping[int, int], source: Address) -> None:

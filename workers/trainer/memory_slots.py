@@ -142,7 +142,7 @@ class Slots:
         return header if header is not None and (header.rank, header.num_bytes) == (self.rank, size) else None
 
 
-def complete_steps(root: str | Path, rank: int) -> list[int]:
+def copied_steps(root: str | Path, rank: int) -> list[int]:
     """Steps whose complete copies this node has of a rank."""
     return sorted(Slots(root, rank).copies())
 

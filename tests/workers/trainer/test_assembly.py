@@ -24,7 +24,7 @@ from penstock.workers.trainer.assembly import (
     trial_rows,
     use_threads,
 )
-from penstock.workers.trainer.memory_slots import complete_steps
+from penstock.workers.trainer.memory_slots import copied_steps
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.rank_spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.scalar import ScalarTrainer
@@ -87,7 +87,7 @@ def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
         trainer.start(None)
         await asyncio.to_thread(trainer.attach, store)
         serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run, SyncStoreClient(store)))
-        assert complete_steps(tmp_path, 0) == []
+        assert copied_steps(tmp_path, 0) == []
         assert await asyncio.to_thread(trainer.step, 1)
         await client.close("done")
         await serving
@@ -95,14 +95,14 @@ def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
         return trainer
 
     dead, anew = asyncio.run(run()), Trainer(spec)
-    assert complete_steps(tmp_path, 0) == [1]
+    assert copied_steps(tmp_path, 0) == [1]
     anew.start(None)
     anew.restore(1)
     expected, ours = (trainer._parts.state.pieces_of_rank() for trainer in (dead, anew))
     assert all(torch.equal(one.values, other.values) for one, other in zip(ours, expected, strict=True))
     for trainer in (anew, dead):
         trainer.close()
-    assert complete_steps(tmp_path, 0) == [1]
+    assert copied_steps(tmp_path, 0) == [1]
 
 
 def test_a_trainer_that_keeps_nothing_says_by_which_key_it_would(model_path: str) -> None:

@@ -21,7 +21,7 @@ from penstock.conf.errors import MemoryCheckpointError, PartnerGone
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer import memory_checkpoint
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.memory_slots import SLOTS, complete_steps
+from penstock.workers.trainer.memory_slots import SLOTS, copied_steps
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import CriticTrainer
@@ -122,14 +122,14 @@ def test_a_new_rank_goes_on_from_the_copy_bit_for_bit(make_rank: Callable[..., R
     dead.update(3)
     expected = dead.everything()
     anew = make_rank()
-    assert complete_steps(tmp_path, 0) == [1, 2]
+    assert copied_steps(tmp_path, 0) == [1, 2]
     anew.checkpoint.restore(2)
     assert_same(anew.everything(), at_two)
     assert (anew.policy.num_updates, anew.critic.num_updates) == (2, 2)
     anew.update(3)
     assert_same(anew.everything(), expected)
     assert anew.checkpoint.save(3) is None
-    assert complete_steps(tmp_path, 0) == [2, 3]
+    assert copied_steps(tmp_path, 0) == [2, 3]
 
 
 class Filled:
@@ -201,11 +201,11 @@ def test_a_copy_beside_passes_is_whole_before_the_next_optimizer_step(
 
     def pass_backward(loss: torch.Tensor) -> None:
         backward(loss)
-        log.append(f"backward {complete_steps(tmp_path, 0)}")
+        log.append(f"backward {copied_steps(tmp_path, 0)}")
         held_up.set()
 
     def make_step(rate: float) -> float:
-        log.append(f"optimizer {complete_steps(tmp_path, 0)}")
+        log.append(f"optimizer {copied_steps(tmp_path, 0)}")
         return step(rate)
 
     monkeypatch.setattr(rank.policy.engine, "backward", pass_backward)
@@ -235,7 +235,7 @@ def test_copies_beside_passes_are_those_within_steps_bit_for_bit(
                 rank.checkpoint.begin(step)
         if root.name == "beside":
             assert rank.checkpoint.finish(3) is None
-        assert complete_steps(root, 0) == [2, 3]
+        assert copied_steps(root, 0) == [2, 3]
         files.append([(root / "rank-0" / f"slot-{slot}").read_bytes() for slot in SLOTS])
     assert files[0] == files[1]
 
@@ -295,7 +295,7 @@ def test_an_earlier_step_is_as_good_and_those_after_it_count_no_more(
     anew = make_rank()
     anew.checkpoint.restore(1)
     assert_same(anew.everything(), states[1])
-    assert complete_steps(tmp_path, 0) == [1]
+    assert copied_steps(tmp_path, 0) == [1]
 
 
 def test_pages_are_written_again_and_not_made_anew(make_rank: Callable[..., Rank]) -> None:
@@ -403,7 +403,7 @@ def test_a_copy_that_fails_later_ends_the_copies_and_nothing_else(
     assert problem is not None
     assert "the state of rank 0 could not be kept there ([Errno 5] Input/output error)" in problem
     assert rank.checkpoint.save(3) is None
-    assert complete_steps(tmp_path, 0) == []
+    assert copied_steps(tmp_path, 0) == []
 
 
 def test_what_cannot_be_carried_ends_the_copies_by_the_stages_name(make_rank: Callable[..., Rank]) -> None:
@@ -421,7 +421,7 @@ def test_ranks_with_the_same_rows_wait_for_each_others_copies(
     """One of them completes the rows for all."""
     rank, waited = make_rank(), []
     monkeypatch.setattr(rank.policy.ranks, "num_peers", 2)
-    monkeypatch.setattr(rank.policy.ranks, "barrier", lambda: waited.append(complete_steps(tmp_path, 0)))
+    monkeypatch.setattr(rank.policy.ranks, "barrier", lambda: waited.append(copied_steps(tmp_path, 0)))
     rank.checkpoint.save(1)
     rank.checkpoint.give_up()
     rank.checkpoint.save(2)

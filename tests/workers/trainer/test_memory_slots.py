@@ -16,8 +16,8 @@ from penstock.workers.trainer.memory_slots import (
     Header,
     PieceInfo,
     Slots,
-    complete_steps,
     copied_ranks,
+    copied_steps,
     from_json,
     keep_only,
     reserve_slots,
@@ -50,7 +50,7 @@ def slots(tmp_path: Path) -> Slots:
 def test_two_slots_take_turns_and_keep_their_files(slots: Slots) -> None:
     files = [slots.data(slot).stat().st_ino for slot in SLOTS]
     assert [keep(slots, step) for step in range(1, 5)] == [0, 1, 0, 1]
-    assert complete_steps(slots.root, 0) == [3, 4]
+    assert copied_steps(slots.root, 0) == [3, 4]
     assert [slots.data(slot).stat().st_ino for slot in SLOTS] == files
 
 
@@ -58,7 +58,7 @@ def test_a_copy_under_way_is_none_and_the_one_before_is_whole(slots: Slots) -> N
     for step in (1, 2):
         keep(slots, step)
     slots.begin(3)
-    assert complete_steps(slots.root, 0) == [2]
+    assert copied_steps(slots.root, 0) == [2]
     assert slots.data(slots.copies()[2][0]).read_bytes() == bytes([2]) * NUM_BYTES
 
 
@@ -66,11 +66,11 @@ def test_a_step_that_is_made_again_replaces_the_first_and_all_after_it(slots: Sl
     for step in (4, 5):
         keep(slots, step)
     slots.drop(after=4)
-    assert complete_steps(slots.root, 0) == [4]
+    assert copied_steps(slots.root, 0) == [4]
     keep(slots, 5)
-    assert complete_steps(slots.root, 0) == [4, 5]
+    assert copied_steps(slots.root, 0) == [4, 5]
     slots.begin(4)
-    assert complete_steps(slots.root, 0) == []
+    assert copied_steps(slots.root, 0) == []
 
 
 def test_what_is_no_copy_of_this_rank_does_not_count(slots: Slots) -> None:
@@ -80,7 +80,7 @@ def test_what_is_no_copy_of_this_rank_does_not_count(slots: Slots) -> None:
     assert slots.copies() == {}
     (slots.directory / "slot-0.json").write_text("{}")
     assert slots.copies() == {}
-    assert complete_steps(slots.root / "nowhere", 0) == []
+    assert copied_steps(slots.root / "nowhere", 0) == []
 
 
 def test_a_header_comes_back_as_it_was() -> None:
@@ -117,7 +117,7 @@ def test_copies_of_other_ranks_and_later_steps_go(tmp_path: Path) -> None:
     assert copied_ranks(tmp_path) == [0, 1, 10]
     keep_only(tmp_path, [0, 10], up_to=1)
     assert copied_ranks(tmp_path) == [0, 10]
-    assert [complete_steps(tmp_path, rank) for rank in (0, 1, 10)] == [[1], [], [1]]
+    assert [copied_steps(tmp_path, rank) for rank in (0, 1, 10)] == [[1], [], [1]]
 
 
 def test_files_of_another_size_are_made_fit_and_no_copies_any_more(slots: Slots) -> None:

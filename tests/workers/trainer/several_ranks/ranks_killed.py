@@ -23,7 +23,7 @@ from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.workers.trainer import memory_checkpoint
 from penstock.workers.trainer.engines import deepspeed
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
-from penstock.workers.trainer.memory_slots import complete_steps
+from penstock.workers.trainer.memory_slots import copied_steps
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.training_state import TrainingState
@@ -65,7 +65,7 @@ def run(rank: int, num_ranks: int, address: str, life: str, model: str, director
             is_beside, dies = scenario not in ENGINES, scenario == KILLED and rank == 1
             results[scenario] = first_life(state, checkpoint, update, is_beside=is_beside, dies=dies)
         else:
-            steps = complete_steps(directory / "states" / scenario, rank)
+            steps = copied_steps(directory / "states" / scenario, rank)
             results[scenario] = {"steps": steps} | second_life(state, checkpoint, update)
         torch.save(results, directory / f"{life}.{rank}.pt")
     if life == "second":
