@@ -47,6 +47,9 @@ QUIET_S = 0.3
 
 _files: dict[Path, TextIO] = {}
 """Files of this process: `faulthandler` wants its file open."""
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names under which torch's allocator reads its settings: the present one, and its earlier one."""
+EXPANDABLE = "expandable_segments:True"
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
@@ -210,3 +213,10 @@ def prepare_for_torch() -> None:
     """Set the environment variables of `SETTINGS`; those that the user has set stay."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def use_expandable_segments() -> None:
+    """Have torch's allocator enlarge its pieces of GPU memory, which rows of all lengths break up otherwise: memory is
+    then free that no tensor fits into. Before torch first uses the GPU. What the user has set stays."""
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE

@@ -30,6 +30,9 @@ class RankSpec:
     """Temperature of the sampling distribution."""
     attention: str = "sdpa"
     engine_dtype: str = "float32"
+    expands_segments: bool = True
+    """True if torch may enlarge its pieces of GPU memory. False where an engine maps the rank's memory by a handle
+    (weights.transport=ipc), which such pieces do not have."""
     picture_digest: str | None = None
     """Digest of the processor of the run's pictures (`workers/pictures/`); None: the run is one of text."""
     origin: Origin | None = None

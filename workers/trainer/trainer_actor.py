@@ -37,7 +37,8 @@ from penstock.workers.protocols import (
     Publication,
     UpdateReport,
 )
-from penstock.workers.runtime.processes import ProcessId, prepare_for_torch, register
+from penstock.workers.runtime.builds import check_torch_build, hide_gpus
+from penstock.workers.runtime.processes import ProcessId, prepare_for_torch, register, use_expandable_segments
 from penstock.workers.runtime.serving import (
     EXPORTING,
     IDLE,
@@ -72,7 +73,12 @@ class _Rank:
     _spec: RankSpec
 
     def __init__(self, spec: RankSpec) -> None:
-        if not spec.config.num_gpus_per_rank:
+        if spec.config.num_gpus_per_rank:
+            if spec.expands_segments:
+                use_expandable_segments()
+            check_torch_build()
+        else:
+            hide_gpus()
             prepare_for_torch()  # before torch is imported
         from penstock.workers.trainer import assembly
 

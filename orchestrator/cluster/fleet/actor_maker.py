@@ -272,6 +272,7 @@ class ActorMaker:
             "engine_dtype": config.rollout.dtype,
             "picture_digest": self.sources.picture_digest,
             "origin": self._origin_of(actor),
+            "expands_segments": choose_transport(config) != "ipc",
         }
 
     def _origin_of(self, actor: ActorPlan) -> Origin | None:

@@ -1,5 +1,6 @@
 """What actors are told when they are made."""
 
+import os
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.workers.runtime.processes import ALLOCATOR_SETTINGS, EXPANDABLE
+from penstock.workers.trainer import trainer_actor
 
 GPUS = ["trainer.num_gpus_per_rank=1", "rollout.num_gpus_per_worker=1"]
 
@@ -46,7 +49,7 @@ def test_an_actor_reserves_the_memory_of_its_plan() -> None:
     flow, place = dataflow_of(config), Anywhere()
     plan = [replace(actor, memory=4096 if actor.role == "trainer" else 0) for actor in plan_actors(flow, config)]
     table, anywhere = MemberTable(plan, 60.0, cast(Any, place)), cast(Any, place)
-    maker = ActorMaker(Sources(config, flow, "/model", "run"), table, anywhere, anywhere, lambda actor: 2, "/states")
+    maker = ActorMaker(Sources(config, flow, "/model", "run"), table, anywhere, anywhere, lambda actor: 2, "/run")
     for actor in plan:
         if actor.role in ("trainer", "rollout"):
             maker.make(actor, actor.name)
@@ -70,7 +73,28 @@ def test_ranks_keep_copies_where_others_may_take_their_place_alone(words: list[s
     flow, place = dataflow_of(config), cast(Any, Anywhere())
     plan = plan_actors(flow, config)
     table = MemberTable(plan, 60.0, place)
-    maker = ActorMaker(Sources(config, flow, "/model", "run"), table, place, place, lambda actor: 2, "/states")
+    maker = ActorMaker(Sources(config, flow, "/model", "run"), table, place, place, lambda actor: 2, "/run")
     trainer = next(actor for actor in plan if actor.role == "trainer")
     (spec,) = maker.make(trainer, trainer.name)
-    assert spec.memory_checkpoint_root == ("/states" if keeps else None)
+    assert spec.memory_checkpoint_root == ("/run/states/policy" if keeps else None)
+
+
+@pytest.mark.parametrize(("transport", "expands"), [("shm", True), ("ipc", False)])
+def test_memory_that_engines_map_by_handles_is_not_in_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch, transport: str, expands: bool
+) -> None:
+    shares = ["trainer.num_gpus_per_rank=0.5", "rollout.num_gpus_per_worker=0.5"]
+    config = load_config(["model=tiny", "data.path=x.jsonl", *shares, f"weights.transport={transport}"])
+    flow, place = dataflow_of(config), cast(Any, Anywhere())
+    plan = plan_actors(flow, config)
+    maker = ActorMaker(
+        Sources(config, flow, "/model", "run"), MemberTable(plan, 60.0, place), place, place, lambda actor: 2, "/run"
+    )
+    trainer = next(actor for actor in plan if actor.role == "trainer")
+    (spec,) = maker.make(trainer, trainer.name)
+    assert spec.expands_segments == expands
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(trainer_actor, "check_torch_build", lambda: None)
+    trainer_actor._Rank(spec)
+    assert os.environ.pop("PYTORCH_ALLOC_CONF", None) == (EXPANDABLE if expands else None)
