@@ -79,6 +79,9 @@ class RolloutCapabilities:
     """True if it keeps no weights while it sleeps, where a publication brings them again."""
     is_estimated: bool = False
     """True if its memory is known beforehand (`penstock validate`), and its speed (`penstock plan`)."""
+    has_builds: bool = False
+    """True if its package has kernels of one device: the build that is installed says which
+    (`workers/runtime/builds.py`)."""
     cpu_head_sizes: tuple[int, ...] = ()
     """Sizes of attention heads that its kernels for CPUs have. Empty: any."""
 
@@ -97,6 +100,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
         changes_threads=True,
         discards_weights=True,
         is_estimated=True,
+        has_builds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     ),
     "hf": RolloutCapabilities(

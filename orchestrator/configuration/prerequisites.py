@@ -33,6 +33,7 @@ from penstock.workers.models.model_files import CONFIG, longest_context, longest
 from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.pictures.processor import PictureProcessor, auto_class
 from penstock.workers.reward.code import limits_of
+from penstock.workers.runtime.builds import check_build
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import checked_here
 from penstock.workers.weights.publication.adapter import find_targets
@@ -279,7 +280,7 @@ def _environment_runs_code(config: RunConfig) -> bool:
 
 def check_packages(config: RunConfig, plan: Sequence[ActorPlan] = ()) -> str:
     """Name the packages that actors import because a key says so. Raises `ConfigError` for one that is not
-    installed."""
+    installed, and for an engine whose build would take a GPU that nobody has reserved."""
     used = packages_of(config, plan)
     for package, key in used.items():
         if package in EXTRAS:
@@ -290,16 +291,25 @@ def check_packages(config: RunConfig, plan: Sequence[ActorPlan] = ()) -> str:
                 f"{key} needs the package {package}, which is not installed here. Run pip install {package}, or set "
                 f"{name}={instead}."
             )
+    if "rollout" in {actor.role for actor in plan}:
+        check_build(config.rollout, anywhere=False)
+    if _has_judges(config, plan):
+        check_build(config.reward.judge.rollout, "reward.judge", anywhere=False)
     return ", ".join(used)
+
+
+def _has_judges(config: RunConfig, plan: Sequence[ActorPlan]) -> bool:
+    """Return whether reward actors have engines of their own."""
+    scores = any(actor.role == "reward" for actor in plan)
+    return scores and any(has_own_judge(*reward) for reward in _rewards_of(config))
 
 
 def packages_of(config: RunConfig, plan: Sequence[ActorPlan]) -> dict[str, str]:
     """The packages that actors import because a key says so: engines, and kernels that no extra of Penstock installs.
     The values are the keys."""
     roles = {actor.role for actor in plan}
-    judges = "reward" in roles and any(has_own_judge(*reward) for reward in _rewards_of(config))
     engines = (
-        ("reward.judge.engine", config.reward.judge.engine, judges),
+        ("reward.judge.engine", config.reward.judge.engine, _has_judges(config, plan)),
         ("trainer.engine", config.trainer.engine, "trainer" in roles),
         ("rollout.engine", config.rollout.engine, "rollout" in roles),
     )

@@ -35,7 +35,7 @@ class Reward(ServingActor):
     """Lifecycle: that of every `ServingActor`; `score`, for evaluation, from `start` until `close`."""
 
     def __init__(self, plan: RewardPlan) -> None:
-        super().__init__(plan.name)
+        super().__init__(plan.name, plan.config.judge.num_gpus if plan.make_pool is not None else 0)
         config = plan.config
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
         spec = replace(spec, with_thinking=config.with_thinking, max_steps=plan.max_steps)

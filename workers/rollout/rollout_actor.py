@@ -68,7 +68,7 @@ class Rollout(ServingActor):
     it is."""
 
     def __init__(self, spec: RolloutSpec) -> None:
-        super().__init__(spec.name)
+        super().__init__(spec.name, spec.engine.config.num_gpus_per_worker)
         self._spec = spec
         self._epoch = Epoch()
         self._death: WorkerDied | None = None

@@ -24,6 +24,7 @@ from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.workers.protocols import Completion, EngineSpec, RolloutEngine, Sampling
 from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
+from penstock.workers.runtime.builds import check_build
 from penstock.workers.runtime.processes import prepare_for_torch
 
 POLL_S = 1.0
@@ -39,11 +40,12 @@ MOST_SAMPLES = 256
 def make_engine(spec: EngineSpec, meters: Meters | None = None) -> RolloutEngine:
     """Make the engine that `rollout.engine` names, not started yet. Heavy imports happen here, and only for the engine
     that is made. `meters`: for the engine's own statistics (vLLM). Raises `ConfigError` for an unknown name, and
-    for a package that is not installed."""
+    for a package that is not installed, or whose build is for another device."""
     config = spec.config
     one_of("rollout.engine", config.engine, ROLLOUT_ENGINES)
     if config.engine in EXTRAS:
         need_extra(config.engine, f"rollout.engine={config.engine}")
+    check_build(config)
     if config.capabilities.computes_in_actor and not config.num_gpus_per_worker:
         prepare_for_torch()
     module, _, function = config.capabilities.implementation.partition(":")

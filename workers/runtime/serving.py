@@ -19,6 +19,7 @@ from typing import Any
 from penstock.conf.errors import PenstockError, RewardFailure
 from penstock.network.host import bypass_proxy
 from penstock.store.client.store_client import StoreClient
+from penstock.workers.runtime.builds import hide_gpus
 from penstock.workers.runtime.processes import ProcessId, register
 
 STARTING = "starting"
@@ -149,7 +150,10 @@ class ServingActor:
     _worker: Any = None
     """Worker whose `run` serves a store, and whose `stats` are the actor's."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_gpus: float = 0) -> None:
+        """`num_gpus`: those that it may use; 0: it sees none."""
+        if not num_gpus:
+            hide_gpus()
         bypass_proxy()
         self._name, self._phases = name, Phases()
         self._serving = Serving(self._serve)
