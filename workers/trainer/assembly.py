@@ -67,9 +67,12 @@ class TrainerParts:
             trainer.take_device()
 
     def leave_device(self) -> None:
-        """Leave the device, once a checkpoint has copied what it needs from there."""
-        for trainer in self.state.trainers.values():
-            trainer.leave_device()
+        """Leave the device, once a checkpoint has copied what it needs from there. What the copy in the node's memory
+        has of the present state is not copied again."""
+        kept = self.memory_checkpoint.kept() if self.memory_checkpoint is not None else {}
+        for name, trainer in self.state.trainers.items():
+            own = {piece.removeprefix(f"{name}/"): kept[piece] for piece in kept if piece.startswith(f"{name}/")}
+            trainer.leave_device(own)
 
 
 @dataclass(frozen=True)

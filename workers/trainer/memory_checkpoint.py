@@ -19,6 +19,7 @@ lost. `restore` checks before anything changes: either all ranks have the same s
 changes and all raise what is wrong with the first.
 """
 
+import math
 import mmap
 import threading
 import time
@@ -46,7 +47,12 @@ from penstock.workers.weights.publication.publication import (
     needs_buffers,
     side_stream,
 )
-from penstock.workers.weights.publication.publication_files import POPULATE_READ, WritableMappings, populate
+from penstock.workers.weights.publication.publication_files import (
+    POPULATE_READ,
+    WritableFile,
+    WritableMappings,
+    populate,
+)
 
 ADVICE = "Go on from the last checkpoint (resume=auto)."
 PUBLICATIONS = 3
@@ -81,8 +87,10 @@ class MemoryCheckpoint:
         self._is_off = False
         """True once no copies are made any more."""
         self._last: PendingCopy | None = None
+        self._present: tuple[WritableFile, Header] | None = None
+        """The copy of the state as it is now, where there is one."""
         for one in state.trainers.values():
-            one.before_weights_change.append(self.wait_until_copied)
+            one.before_weights_change.append(self._expire)
 
     def save(self, step: int) -> str | None:
         """Copy the state after step `step`: when this returns, the copy is there, and so are those of the ranks that
@@ -140,10 +148,21 @@ class MemoryCheckpoint:
         last = self._last
         return None if last is None or last.problem.done() else time.monotonic() - last.began
 
+    def kept(self) -> dict[str, Tensor]:
+        """Values of the present state in the copy that was made of it, by piece: they share its memory, and must not be
+        written to. Nothing where the state has changed since, or no copy is there. Waits for one under way."""
+        self.wait_until_copied()
+        return views_of(*self._present) if self._present is not None else {}
+
+    def _expire(self) -> None:
+        """Wait until the copy is there, which is that of the present state no longer."""
+        self.wait_until_copied()
+        self._present = None
+
     def restore(self, step: int) -> None:
         """Go on from the copies of a step. As many ranks of the same engine must have made them, and each has its own
         on its node. Collective. Raises `MemoryCheckpointError` on all ranks alike, having changed nothing."""
-        self.wait_until_copied()
+        self._expire()
         targets = self._state.load_targets()
         with phase(f"restoring the state after step {step}", self._ranks):
             carried = restore(self.slots, step, targets.pieces, self._ranks)
@@ -151,7 +170,7 @@ class MemoryCheckpoint:
 
     def give_up(self) -> None:
         """Make no more copies, and give the memory back."""
-        self._is_off = True
+        self._is_off, self._present = True, None
         self._release()
         self.slots.remove()
 
@@ -255,6 +274,7 @@ class MemoryCheckpoint:
             parts_of(pieces), blocks, carried,
         )  # fmt: skip
         self.slots.seal(slot, header)
+        self._present = file, header
 
 
 def _num_bytes(pieces: Sequence[Piece]) -> int:
@@ -370,6 +390,19 @@ def parts_of(pieces: Iterable[Piece]) -> tuple[PieceInfo, ...]:
         )
         for piece in pieces
     )
+
+
+def views_of(file: WritableFile, header: Header) -> dict[str, Tensor]:
+    """The tensors of a copy by name, in the file's memory."""
+    found, start = {}, 0
+    for part in header.parts:
+        dtype = getattr(torch, part.dtype)
+        end = start + math.prod(part.extents) * dtype.itemsize
+        if end > start:
+            memory = torch.frombuffer(memoryview(file.memory)[start:end], dtype=torch.uint8)
+            found[part.name] = memory.view(dtype).view(part.extents)
+        start = end
+    return found
 
 
 def difference(wanted: Sequence[PieceInfo], found: Sequence[PieceInfo]) -> str | None:

@@ -31,7 +31,13 @@ from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.protocols import AdamParams, Loss, Publication, UpdateReport
 from penstock.workers.runtime.host_memory import HostBuffer
 from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
-from penstock.workers.trainer.engines.train_engine import HostActivations, learning_rate, make_engine
+from penstock.workers.trainer.engines.train_engine import (
+    NOTHING_KEPT,
+    HostActivations,
+    KeptState,
+    learning_rate,
+    make_engine,
+)
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.models.language_model import (
     PolicyModel,
@@ -124,6 +130,8 @@ class PolicyTrainer:
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
         self._has_gradients = False
+        self._activations = HostBuffer(self.ranks.device)
+        """The host memory of `trainer.activation_offload`."""
         self.before_weights_change: list[Callable[[], None]] = []
         """Functions called before weights change or leave the device: a checkpoint, or the copy that a rank keeps, may
         still be made of them."""
@@ -132,8 +140,6 @@ class PolicyTrainer:
         except BaseException:
             self.ranks.leave()
             raise
-        self._activations = HostBuffer(self.ranks.device)
-        """The host memory of `trainer.activation_offload`."""
         self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone, self.packs, sharing=self.sharing)
 
     def _make(self, model_path: str, attention: str) -> None:
@@ -416,14 +422,14 @@ class PolicyTrainer:
         if self.ranks.device.type != "cpu":
             self.engine.take_device()
 
-    def leave_device(self) -> None:
+    def leave_device(self, kept: KeptState = NOTHING_KEPT) -> None:
         """Make room for an engine on the same device, as soon as a checkpoint has copied what it needs. Does nothing on
-        a CPU."""
+        a CPU. `kept`: see `TrainEngine`."""
         self._before_weights_change()
         if self.routers is not None:
             self.routers.follow(None)
         if self.ranks.device.type != "cpu":
-            self.engine.leave_device()
+            self.engine.leave_device(kept)
 
     def close(self) -> None:
         """Release the engine, and leave the other ranks."""

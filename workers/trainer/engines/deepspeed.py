@@ -36,6 +36,8 @@ from penstock.workers.trainer.engines.fsdp import buffer_pieces
 from penstock.workers.trainer.engines.train_engine import (
     HOST,
     MOMENTS,
+    NOTHING_KEPT,
+    KeptState,
     give_back,
     make_adamw,
     moments_of,
@@ -179,9 +181,9 @@ class DeepSpeedEngine:
         self.model = model
         self.ranks = ranks
         self.form = CheckpointForm(model.lm)
+        self._stacked_form = CheckpointForm(model.lm, stacked=True)
         self.stage = config.deepspeed.zero_stage
         self._is_offloaded = config.offload
-        self._stacked_form = CheckpointForm(model.lm, stacked=True)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer: torch.optim.AdamW | None = None
         self.where = ""
@@ -222,8 +224,9 @@ class DeepSpeedEngine:
             self.deepspeed.reload_states()
         self._move(self.ranks.device)
 
-    def leave_device(self) -> None:
-        """Bring the model to the host's memory, and what DeepSpeed has of it."""
+    def leave_device(self, kept: KeptState = NOTHING_KEPT) -> None:
+        """Bring the model to the host's memory, and what DeepSpeed has of it. All is copied: its masters are flat, and
+        what is kept is cut by parameters."""
         self.free()
         if self.optimizer is not None:
             # Stage 3 moves masters and moments of DeepSpeed's own AdamW alone: `_move` does that.
@@ -296,10 +299,10 @@ class DeepSpeedEngine:
 
     def pieces(self, *, stacked: bool = False) -> Iterator[Piece]:
         """Pieces of all weights; trained ones as their float32 masters have them."""
+        form = self._stacked_form if stacked else self.form
         for name, parameter in self.model.lm.named_parameters():
             fragment = self._fragments.get(name)
             if fragment is not None:
-        form = self._stacked_form if stacked else self.form
                 yield from form.pieces(fragment.piece())
             else:
                 yield from form.pieces(frozen_piece(name, parameter, self.ranks.rank, self.ranks.num_ranks))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils import swap_tensors
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.workers.protocols import AdamParams
@@ -27,6 +28,8 @@ from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.train_engine import (
     HOST,
     MOMENTS,
+    NOTHING_KEPT,
+    KeptState,
     give_back,
     make_adamw,
     moments_of,
@@ -69,10 +72,10 @@ class FsdpEngine:
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
         self.where = ""
         self.form = CheckpointForm(model.lm)
+        self._stacked_form = CheckpointForm(model.lm, stacked=True)
         self.root = self._fully_shard(self.mesh.fsdp, config.dtype)
         self._load(weights, HOST if self._is_offloaded else ranks.device)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._stacked_form = CheckpointForm(model.lm, stacked=True)
         for name, module in model.named_modules():
             if module in self.units:
                 module.register_forward_pre_hook(partial(self._entered, name or "the embedding and the head"))
@@ -113,9 +116,23 @@ class FsdpEngine:
     def take_device(self) -> None:
         self._move(self.ranks.device)
 
-    def leave_device(self) -> None:
+    def leave_device(self, kept: KeptState = NOTHING_KEPT) -> None:
         self.free()
+        if not self._is_offloaded:
+            self._replace_by(kept)
         self._move(HOST)
+
+    @torch.no_grad()
+    def _replace_by(self, kept: KeptState) -> None:
+        """Give parameters and moments the memory of their kept values, where these are all that this rank has of them:
+        `_move` finds them on the host."""
+        for name, parameter in self.model.lm.named_parameters():
+            if (own := with_memory(parameter, kept.get(f"weights/{name}"))) is not None and parameter.grad is None:
+                swap_tensors(parameter, nn.Parameter(own, parameter.requires_grad))
+            state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+            for moment in MOMENTS if state else ():
+                if (own := with_memory(state[moment], kept.get(f"{moment}/{name}"))) is not None:
+                    state[moment] = own
 
     def _move(self, device: torch.device) -> None:
         """Move weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them. Those that
@@ -284,6 +301,16 @@ class FsdpEngine:
             elif split_dim is None and self.tensor.rank > 0:
                 share = slice(0, 0)
         return Piece(name, shape, first, rows[share])
+
+
+def with_memory(tensor: Tensor, values: Tensor | None) -> Tensor | None:
+    """A tensor like this one in the host memory of its values; None where these are not all that this rank has."""
+    own = local(tensor)
+    if values is None or (values.shape, values.dtype) != (own.shape, own.dtype):
+        return None
+    found = torch.empty_like(tensor.detach(), device=HOST)  # memory that is never touched
+    local(found).set_(values)
+    return found
 
 
 def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +25,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.workers.protocols import AdamParams
-from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.runtime.host_memory import HostBuffer, HostPart
+from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
+
+KeptState = Mapping[str, Tensor]
+"""Values of pieces of an engine's `state` that are in host memory already, by the pieces' names; not to be written."""
+NOTHING_KEPT: KeptState = MappingProxyType({})
 
 
 class TrainEngine(Protocol):
@@ -52,8 +57,9 @@ class TrainEngine(Protocol):
     def take_device(self) -> None:
         """Bring weights, buffers and optimizer states back to the device."""
 
-    def leave_device(self) -> None:
-        """Bring weights, buffers and optimizer states to the host's memory, so that an engine has the device."""
+    def leave_device(self, kept: KeptState = NOTHING_KEPT) -> None:
+        """Bring weights, buffers and optimizer states to the host's memory, so that an engine has the device. `kept`:
+        what need not be copied; its memory may serve in the place of copies until `take_device`."""
 
     def forward(self, *arguments: Any) -> Any:
         """Run the model's forward. Collective."""

@@ -287,6 +287,7 @@ def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
     after = answers()
     state = wipe_and_restore(trainer.engine)
     found = {"metrics": metrics, "before": before, "after": after, "state": state, "restored": answers()}
+    found |= {"shared": leave_for(trainer.engine, state), "back": answers()}
     return found | ({"likeliest": trainer.candidates(rows, CANDIDATES)} if "candidate_ids" in rows else {})
 
 
@@ -305,6 +306,16 @@ def wipe_and_restore(engine: Any) -> State:
         piece.values.copy_(before.values)
     engine.loaded(engine.num_optimizer_steps())
     return state
+
+
+def leave_for(engine: Any, state: State) -> bool:
+    """Leave the device for a copy of the state, and come back. Returns whether memory of the copy was in use."""
+    kept = {piece.name: piece.values.clone() for piece in state}
+    engine.leave_device(kept)
+    places = {values.data_ptr() for values in kept.values() if values.numel()}
+    in_use = {fsdp.local(parameter).data_ptr() for parameter in engine.model.parameters()}
+    engine.take_device()
+    return bool(places & in_use)
 
 
 if __name__ == "__main__":

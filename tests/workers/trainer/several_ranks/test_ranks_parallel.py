@@ -156,6 +156,15 @@ def test_each_row_gets_the_answers_that_it_gets_from_one_rank(
             np.testing.assert_allclose(values, expected[position], rtol=2e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize(("num_ranks", "scenario"), EVERY)
+def test_a_rank_that_leaves_by_its_kept_copy_answers_the_same(several: Several, num_ranks: int, scenario: str) -> None:
+    for rank in range(num_ranks):
+        found = result(several(num_ranks), scenario, rank)
+        assert found["shared"] or "copies" in scenario or rank > 0
+        for before, after in zip(found["restored"], found["back"], strict=True):
+            np.testing.assert_array_equal(before, after)
+
+
 @pytest.mark.parametrize("scenario", [name for number, name in CASES if number == 2 and "candidates" in name])
 def test_each_row_gets_the_likeliest_tokens_that_it_gets_from_one_rank(
     one: Path, several: Several, scenario: str
