@@ -167,7 +167,7 @@ def _with_plan(overrides: Sequence[str], config: Any) -> tuple[list[str], Any]:
         return list(overrides), config
     from rich.console import Console
 
-    from penstock.planner.plan_view import with_plan
+    from penstock.planner.planned_runs import with_plan
 
     words = with_plan(overrides, Console())
     return words, _load(words)

@@ -68,6 +68,15 @@ class WarmStartConfig:
     """Further overrides of it, as on the command line."""
 
 
+PLANNED = (
+    "placement", "rollout.num_workers", "rollout.tensor_parallel_size", "rollout.num_gpus_per_worker",
+    "trainer.num_ranks", "trainer.num_gpus_per_rank", "trainer.tensor_parallel_size", "trainer.sequence_parallel_size",
+    "trainer.shard_size", "trainer.offload", "trainer.activation_checkpointing", "cluster.labels",
+    "cluster.gpu_memory_gib", "plan",
+)  # fmt: skip
+"""Keys that plan=auto sets: placement and memory."""
+
+
 @dataclass
 class RunConfig:
     """The configuration of a run, in sections. It can be made in Python, or of words by `load_config`; docs/keys.md has
@@ -89,9 +98,9 @@ class RunConfig:
     max_staleness: int = 0
     """Versions that a trained token's weights may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
     plan: str = "auto"
-    """Split of GPUs between engines and ranks. auto: `penstock run`, `validate` and `sweep` choose placement and memory
-    of a run on GPUs for the present ones, as `penstock plan` does; keys of the command line and max_staleness stay.
-    never: keys of the recipe and the model preset hold, as they do for runs and sessions in Python."""
+    """Split of GPUs between engines and ranks. auto: placement and memory of a run on GPUs, or of a session, are chosen
+    for the present ones, as `penstock plan` does; max_staleness stays, and so do keys of the command line, of a recipe
+    of one's own and of a Python program. never: those of packaged recipes and model presets hold, too."""
     placement: str = "disaggregated"
     """Placement of engines and trainers. disaggregated: they have devices of their own. colocated: they share them in
     turns: engines sleep while the policy is trained, trainers make room while it generates. Needs max_staleness=0;

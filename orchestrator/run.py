@@ -28,7 +28,7 @@ from penstock.orchestrator.cluster.ray_calls import is_recoverable
 from penstock.orchestrator.cluster.ray_cluster import Cluster, check_placement, is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import resolve_auto
-from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve, resolve_first
+from penstock.orchestrator.configuration.resolved import ResolvedRun, plan_run, resolve, resolve_first
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.control.controller import TrainingResult
 from penstock.orchestrator.control.lifecycle import RunLifecycle
@@ -101,6 +101,7 @@ def run(
         return _finished_result(done, console)
     start = time.monotonic()
     tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    asked = plan_run(asked, tell)
     check_run(asked, tell)
     cluster = Cluster(_largest_plan(asked), asked.config)
     try:

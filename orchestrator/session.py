@@ -39,7 +39,7 @@ from penstock.orchestrator.cluster.ray_calls import deal, get_all, undeal
 from penstock.orchestrator.cluster.ray_cluster import Cluster, check_placement, namespace_of, while_it_lives
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.memory_view import resolve_auto
-from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve
+from penstock.orchestrator.configuration.resolved import ResolvedRun, plan_run, resolve
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.control.evaluation import play_timeout_s
 from penstock.orchestrator.control.members import catch_up_by_role
@@ -263,6 +263,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
             f"trainer.replay.share={config.trainer.replay.share:g}: a session trains the rows that it is given. "
             "Leave it out, or use penstock.run."
         )
+    asked = plan_run(asked, partial(print, file=sys.stderr))
     check_run(asked)
     directory = RunDirectory.create(asked.config)
     directory.failed_writes.set_printer(lambda text: print(text, file=sys.stderr))

@@ -65,6 +65,8 @@ _MODULES = {
 }
 """Module of each public name, as the imports above have it."""
 __all__ = sorted(_MODULES)
+_PLANNED = ("run", "session", "train")
+"""What starts actors, and has the planner of `plan=auto`, which is a layer above, choose their places."""
 
 
 def __getattr__(name: str) -> Any:
@@ -76,4 +78,6 @@ def __getattr__(name: str) -> Any:
         if present is None:
             raise AttributeError(f"module 'penstock' has no attribute {name!r}")
         return __getattr__(present)
+    if name in _PLANNED:
+        importlib.import_module("penstock.planner.planned_runs")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.checks import AUTO
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR, GPU_GIB
 from penstock.orchestrator.configuration.model_shape import ModelShape
@@ -70,7 +71,7 @@ class Candidate:
             if not any(one == key or one.startswith(f"{key}.") for one in given):
                 continue
             wanted = attrgetter(key)(base)
-            if key in ON_GPUS or key == "trainer.offload":
+            if key in ON_GPUS or key == "trainer.offload" or wanted == AUTO:
                 found = replace(found, keys=tuple((dict(found.keys) | {key: wanted}).items()))
             elif key == "rollout.num_workers" and len(self.engines) == 1 and 0 < wanted < value:
                 found = found.with_engines(wanted)
@@ -99,8 +100,10 @@ def _apart(
     base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: int
 ) -> Iterator[Candidate]:
     """Engines and ranks on GPUs of their own. `own`: the nodes of the ranks."""
-    for num_ranks in _numbers(own.num_gpus // (1 + scorers), own.gpus):
-        used = num_ranks * (1 + scorers)
+    of_scorers = base.trainer.num_scorer_ranks * scorers
+    most = own.num_gpus - of_scorers if of_scorers else own.num_gpus // (1 + scorers)
+    for num_ranks in _numbers(most, own.gpus):
+        used = num_ranks + (of_scorers or num_ranks * scorers)
         for parts in SIZES:
             engines = _engines(cluster, own, used, parts, shape)
             count = sum(number for _, number in engines)
@@ -120,8 +123,8 @@ def _apart(
 def _together(
     base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: int
 ) -> Iterator[Candidate]:
-    """Engines and ranks on the same GPUs in turns. `own`: the nodes that have them."""
-    num_ranks = own.num_gpus * 2 // (2 + scorers)
+    """Engines, ranks and their scorers on the same GPUs in turns. `own`: the nodes that have them."""
+    num_ranks = own.num_gpus
     for parts in SIZES:
         if num_ranks % parts or not _can_split(shape, parts, own.gpus):
             continue
@@ -133,7 +136,7 @@ def _together(
                 "trainer.num_ranks": num_ranks, "trainer.num_gpus_per_rank": 0.5, **split, **ON_GPUS,
                 **_placed(base, cluster, own.kind, engines, scorers),
             }  # fmt: skip
-            yield Candidate(tuple(keys.items()), engines, own.kind, num_ranks + -(-num_ranks * scorers // 2))
+            yield Candidate(tuple(keys.items()), engines, own.kind, num_ranks)
 
 
 def _placed(

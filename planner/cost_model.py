@@ -36,7 +36,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from itertools import accumulate
@@ -159,7 +159,8 @@ class Kernels:
 @lru_cache(maxsize=64)
 def kernels_of(shape: ModelShape, kind: GpuKind, parts: int, element_bytes: int, cache_bytes: int) -> Kernels:
     """The measured times of an engine that is split over `parts` GPUs, if there are any."""
-    if KINDS.get(kind.name) != kind or kind.name not in SYSTEMS:
+    known = KINDS.get(kind.name)
+    if known is None or replace(known, memory_gib=kind.memory_gib) != kind or kind.name not in SYSTEMS:
         return Kernels(why="not in the tables")
     if (element_bytes, cache_bytes) != (2, 2):
         return Kernels(why="not in bfloat16")
@@ -479,7 +480,8 @@ class RunDurations:
         config = self.memory.config
         if config.placement != "colocated":
             return 0.0
-        moved = self.memory.resident_bytes / BUSES[self.ranks_kind.bus]
+        scorers = sum(one.resident for name, one in self.memory.ranks.items() if name.startswith("Scorer-"))
+        moved = (self.memory.resident_bytes + scorers) / BUSES[self.ranks_kind.bus]
         slept = self.memory.engine.weights / BUSES[self.engines_kind.bus] if self.memory.engine else 0.0
         return moved + slept
 

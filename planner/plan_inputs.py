@@ -12,9 +12,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster.placement.assignment import chosen_nodes
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.cluster.ray_cluster import look
 from penstock.orchestrator.configuration.memory_view import ACCELERATOR, gpu_bytes, shapes_of
@@ -116,15 +120,21 @@ the width of its cache."""
 CACHE_WIDTH = "kv_cache_dtype"
 
 
-def search_of(config: RunConfig, cluster: str | None, lengths: str | None, nodes: Sequence[Node] = ()) -> Search:
+def search_of(
+    config: RunConfig,
+    cluster: str | None,
+    lengths: str | None,
+    nodes: Sequence[Node] = (),
+    flow: Dataflow | None = None,
+) -> Search:
     """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
-    `MEAN:SIGMA` tokens of a response. Raises `ConfigError`, `ResourceError`."""
-    flow = resolve(config).flow
+    `MEAN:SIGMA` tokens of a response. `flow`: a dataflow of the user's own. Raises `ConfigError`, `ResourceError`."""
+    flow = flow or resolve(config).flow
     if cluster is not None:
         found = parse_cluster(cluster)
     else:
         memory = gpu_bytes(config, nodes)
-        found = nodes_by_kind(nodes, memory and memory / GIB)
+        found = nodes_by_kind(nodes, memory and memory / GIB, config.cluster.gpu_memory_gib)
     return Search(config, flow, model_shapes(config, flow), found, lengths_of(config, lengths))
 
 
@@ -174,10 +184,17 @@ def parse_hours(text: str) -> float:
     return float(value)
 
 
-def nodes_by_kind(nodes: Sequence[Node], gpu_gib: float | None = None) -> tuple[Nodes, ...]:
-    """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. `gpu_gib`: memory of GPUs whose kind is not
-    known, which are taken to be as fast as the kind with the nearest memory. Raises `ResourceError`."""
+def nodes_by_kind(
+    nodes: Sequence[Node], gpu_gib: float | None = None, given_gib: float | None = None
+) -> tuple[Nodes, ...]:
+    """The nodes with GPUs of a Ray cluster, by Ray's label of their kind. `gpu_gib`: memory of GPUs whose label does
+    not say it: of `A100` there are two sizes, and those of an unknown kind are taken to be as fast as the kind with the
+    nearest memory. `given_gib`: cluster.gpu_memory_gib, which all have. Raises `ResourceError`."""
     by_label = {kind.ray_name or kind.name: kind for kind in KINDS.values()} | {"A100-80G": KINDS["a100"]}
+    if gpu_gib is not None:
+        by_label["A100"] = min(KINDS["a100"], KINDS["a100-40gb"], key=lambda kind: abs(kind.memory_gib - gpu_gib))
+    if given_gib is not None:
+        by_label = {label: replace(kind, memory_gib=given_gib) for label, kind in by_label.items()}
     hosts: dict[tuple[str, int], list[float]] = {}
     for node in nodes:
         if node.gpus:
@@ -201,17 +218,20 @@ def nodes_by_kind(nodes: Sequence[Node], gpu_gib: float | None = None) -> tuple[
     return tuple(Nodes(len(each), gpus, by_label[label], min(each)) for (label, gpus), each in hosts.items())
 
 
-def nodes_here() -> Sequence[Node]:
-    """The nodes of the cluster at RAY_ADDRESS; without one this machine, if it has GPUs."""
+def nodes_here(config: ClusterConfig) -> Sequence[Node]:
+    """The nodes of the cluster at RAY_ADDRESS that a run may take; without one this machine, if it has GPUs. Raises
+    `ResourceError`."""
     if (nodes := look()) is not None:
-        return nodes
+        return chosen_nodes(nodes, config)
     import torch  # late: a cluster elsewhere needs none
 
     if not torch.cuda.is_available():
         return ()
     kind = kind_of_device(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIB)
     label = {ACCELERATOR: kind.ray_name or kind.name} if kind is not None else {}
-    return [Node("here", "here", "127.0.0.1", gpus=torch.cuda.device_count(), labels=label)]
+    gpus, memory = torch.cuda.device_count(), float(psutil.virtual_memory().total)
+    gpus = gpus if config.num_gpus is None else min(gpus, config.num_gpus)
+    return [Node("here", "here", "127.0.0.1", gpus=gpus, labels=label, memory=memory)]
 
 
 def kind_of_device(name: str, memory_gib: float) -> GpuKind | None:
@@ -224,11 +244,11 @@ def kind_of_device(name: str, memory_gib: float) -> GpuKind | None:
     return min(found, key=lambda kind: abs(kind.memory_gib - memory_gib), default=None)
 
 
-def overrides_of(search: Search, keys: Sequence[tuple[str, object]]) -> list[str]:
+def overrides_of(config: RunConfig, keys: Sequence[tuple[str, object]]) -> list[str]:
     """Keys as on the command line, those left out that the run has already."""
     changed = []
     for key, value in keys:
-        present: object = search.base
+        present: object = config
         for part in key.split("."):
             present = getattr(present, part, None)
         if present != value:

@@ -15,14 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from penstock.conf.errors import ConfigError, PenstockError, ResourceError
+from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import required_bytes
-from penstock.orchestrator.configuration.overrides import CHOICES, parse
-from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.run_memory import GIB
-from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.calibration import (
     Probe,
     calibrated,
@@ -30,7 +26,6 @@ from penstock.planner.calibration import (
     parse_probes,
     probe,
     read_pilot,
-    recorded_value,
     run_in_process,
 )
 from penstock.planner.candidates import with_keys
@@ -45,14 +40,12 @@ from penstock.planner.plan_inputs import (
     write_overrides,
 )
 from penstock.planner.search import (
-    LEAST_GAIN,
     Plan,
     Search,
     cheapest,
     next_better_classes,
     ordinary_first,
     plan_of,
-    without_idle_engines,
 )
 from penstock.planner.simulation import machine
 from penstock.planner.simulation.simulated_members import SimulatedSamples
@@ -109,7 +102,7 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
             f"--probe {asked.probe} runs plans on the cluster at RAY_ADDRESS or on this machine, and --cluster "
             f"{asked.cluster} describes another. Leave one of them out."
         )
-    nodes = () if asked.cluster else nodes_here()
+    nodes = () if asked.cluster else nodes_here(config.cluster)
     pilot = read_pilot(asked.pilot) if asked.pilot else None
     if pilot is not None and not (pilot.has_gpus or nodes or asked.cluster or asked.within or number):
         chosen = machine.show(machine.CpuMachine.here(pilot, config), console, asked.overrides)
@@ -125,76 +118,11 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     chosen = show(search, classes, console, asked.overrides)
     if number:
         place = Path("probes").absolute() / f"{config.recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
-        words = [[*asked.overrides, *overrides_of(search, plan.candidate.keys)] for plan in classes[:number]]
+        words = [[*asked.overrides, *overrides_of(search.base, plan.candidate.keys)] for plan in classes[:number]]
         probes = probe(list(zip(classes[:number], words, strict=True)), place, deadline_s, run_in_process, console)
         chosen = print_probes(probes, console)
     if asked.write:
         write_overrides(Path(asked.write), chosen)
-
-
-def with_plan(overrides: Sequence[str], console: Console) -> list[str]:
-    """The words of a run, with those of the best plan for the present GPUs, which is printed. A run for GPUs with
-    `plan=auto` is planned. Words that are given stay. Raises `ResourceError` where nothing fits."""
-    config = load_config(overrides)
-    try:
-        nodes = nodes_here() if is_planned(config) else ()
-    except ResourceError:  # a cluster that does not answer, which the checks of a run say
-        return list(overrides)
-    if not any(node.gpus for node in nodes):
-        return list(overrides)
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    given = frozenset(word.key for word in parse(overrides))
-    try:
-        search = replace(search_of(config, None, None, nodes), given=given | {"max_staleness"})
-    except (ConfigError, ResourceError) as error:  # an unknown model or GPU
-        say(f"plan: as the keys say. {error}")
-        return list(overrides)
-    if not search.candidates:
-        say(f"plan: as the keys say; no split of {_cluster(search)} has {', '.join(sorted(given - {*CHOICES}))}")
-        return list(overrides)
-    try:
-        whole = plan_of(search)
-    except ResourceError as error:  # with these keys; what they ask for is checked as without a plan
-        if not given & dict(search.candidates[0].keys).keys():
-            raise
-        say(f"plan: as the keys say. {error}")
-        return list(overrides)
-    best = without_idle_engines(search, whole)
-    keys = overrides_of(search, best.candidate.keys)
-    more = _free(search, whole, best) + _changed(config, best)
-    say(f"plan for {_cluster(search)}: {plan_title(best)}, about {step_parts(best)}{more} ({shlex.join(keys)})")
-    return [*overrides, *keys]
-
-
-def _free(search: Search, whole: Plan, best: Plan) -> str:
-    """GPUs that stay free, and why. `whole`: the plan that `best` is, with all engines that there is room for."""
-    if not (free := sum(nodes.num_gpus for nodes in search.cluster) - best.candidate.num_gpus):
-        return ""
-    reason = "too few for another engine or rank of this split"
-    if best is not whole:
-        reason = f"another engine would gain less than {LEAST_GAIN:.0%}"
-    return f"; {free} GPUs stay free: {reason}"
-
-
-def _changed(config: RunConfig, plan: Plan) -> str:
-    """Keys of a plan that have other values in the run which `resume=auto` continues."""
-    if config.resume != "auto" or config.name is None:
-        return ""
-    try:
-        before = RunDirectory.open(Path(config.output_dir) / config.name).read_config()
-    except (OSError, PenstockError):  # a new run, or one at a URL
-        return ""
-    changed = [key for key, value in plan.candidate.keys if recorded_value(before, key) != value]
-    return f"; the run had another split before: {', '.join(changed)} differ" * bool(changed)
-
-
-def is_planned(config: RunConfig) -> bool:
-    """True for a run whose engines and ranks have GPUs, with no other models on them than scorers."""
-    if config.plan != "auto" or not (config.rollout.num_gpus_per_worker and config.trainer.num_gpus_per_rank):
-        return False
-    roles = {actor.role for actor in resolve(config).plan if actor.num_gpus}
-    can_plan = {"rollout", "trainer"} <= roles <= {"rollout", "trainer", "scorer"}
-    return can_plan and config.rollout.capabilities.is_estimated
 
 
 def wide_console() -> Console:
@@ -209,7 +137,7 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
     best, most, lengths = classes[0], MOST_ROWS, search.lengths
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(
-        f"{len(search.plans)} plans fit {_cluster(search)}, {len(search.refused)} do not. Responses of "
+        f"{len(search.plans)} plans fit {search.cluster_name}, {len(search.refused)} do not. Responses of "
         f"{lengths.mean:,.0f} tokens in the mean, {lengths.quantiles[-1]:,} at most; prompts of {lengths.prompt:,}."
     )
     console.print(table_of(classes[:most]))
@@ -237,7 +165,7 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
     )
     if keys := uncounted_keys(search.base):
         say(f"Not counted: {', '.join(keys)}. Their seconds are not in the cost model; --probe measures them.")
-    chosen = [*overrides, *overrides_of(search, best.candidate.keys)]
+    chosen = [*overrides, *overrides_of(search.base, best.candidate.keys)]
     say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
     return chosen
 
@@ -354,7 +282,3 @@ def _way(plan: Plan) -> str:
     if plan.config.placement == "colocated":
         return "colocated"
     return f"apart, {staleness} off" if staleness else "apart, in turns"
-
-
-def _cluster(search: Search) -> str:
-    return ", ".join(str(nodes) for nodes in search.cluster)

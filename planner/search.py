@@ -11,12 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, PenstockError, ResourceError
-from penstock.conf.run import RunConfig, validate
+from penstock.conf.run import PLANNED, RunConfig, validate
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.memory_view import check_host
 from penstock.orchestrator.configuration.model_shape import ModelShape
@@ -37,6 +38,8 @@ from penstock.planner.steady import EngineGroup, Estimate, Workload, estimate
 LEAST_GAIN = 0.01
 """Gain in a step that is worth another GPU, or a step more of staleness."""
 OFFLOAD = "trainer.offload"
+SCORER = "Scorer-"
+"""Beginning of a scorer's name among a run's ranks."""
 SHORTEST = 1024
 """Tokens of the shortest rows that are named where nothing fits."""
 PARTS = (2, 4, 8, 16)
@@ -78,17 +81,21 @@ class Plan:
     @property
     def host(self) -> list[HostPart]:
         """Parts of the host memory of the node with the most ranks, largest first."""
-        config, gpus, scorers = (
-            self.config,
-            self.ranks.gpus_per_node,
-            sum(name.startswith("Scorer") for name in self.memory.ranks),
-        )
-        ranks = min(config.trainer.num_ranks, gpus if config.placement == "colocated" else gpus // (1 + scorers))
-        left = gpus if config.placement == "colocated" else gpus - ranks * (1 + scorers)
-        engines = min(sum(one.count for one in self.engines), left // config.rollout.tensor_parallel_size)
-        counts = {"trainer": ranks, "scorer": ranks * scorers, "rollout": engines, "store": 1}
-        actors = [ActorPlan(role, role) for role, count in counts.items() for _ in range(count)]
-        return host_parts(self.memory, actors, self.ranks.num_nodes, is_own=False)
+        engines = sum(one.count for one in self.engines)
+        return _host(self.memory, engines, self.ranks.gpus_per_node, self.ranks.num_nodes)
+
+
+def _host(memory: RunMemory, num_engines: int, gpus: int, num_nodes: int) -> list[HostPart]:
+    """Parts of the host memory of the node with the most ranks, largest first. `gpus`: of that node."""
+    config, scorers = memory.config, [name.removeprefix(SCORER) for name in memory.ranks if name.startswith(SCORER)]
+    is_apart = config.placement == "disaggregated"
+    each = 1 + is_apart * len(scorers)
+    ranks = min(config.trainer.num_ranks, gpus // each)
+    engines = min(num_engines, (gpus - is_apart * ranks * each) // config.rollout.tensor_parallel_size)
+    counts = {"trainer": ranks, "rollout": engines, "store": 1}
+    actors = [ActorPlan(role, role) for role, count in counts.items() for _ in range(count)]
+    actors += [ActorPlan(SCORER, "scorer", stage=stage) for stage in scorers for _ in range(ranks)]
+    return host_parts(memory, actors, num_nodes, is_own=False)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,11 @@ class Search:
     """Bytes a second from a node to another, as a run's agents have measured them."""
     given: frozenset[str] = frozenset()
     """Keys that no plan changes."""
+
+    @property
+    def cluster_name(self) -> str:
+        """The cluster, as `--cluster` has it."""
+        return ", ".join(str(nodes) for nodes in self.cluster)
 
     @cached_property
     def candidates(self) -> list[Candidate]:
@@ -177,23 +189,28 @@ class Search:
             for kind, count in candidate.engines
         )
         work = self._workload(memory)
-        plan = Plan(candidate, memory, estimate(engines, ranks, work), engines, ranks, work)
-        if (total := min(nodes.host_bytes for nodes in self.cluster)) < math.inf:
-            check_host(plan.host, total, "a node has")
-        return plan
+        return Plan(candidate, memory, estimate(engines, ranks, work), engines, ranks, work)
 
     def fitting(self, candidate: Candidate) -> RunMemory:
-        """The memory of a candidate. Raises `ResourceError` where it does not fit its GPUs."""
+        """The memory of a candidate. Raises `ResourceError` where it does not fit its GPUs, or a node's host memory."""
         config = candidate.config(self.base)
         validate(config)
         kinds = [candidate.ranks, *(kind for kind, _ in candidate.engines)]
         memory = self.memory(config, min(kinds, key=lambda kind: kind.memory_gib))  # as a run counts it
         memory.check()
+        if (total := min(nodes.host_bytes for nodes in self.cluster)) < math.inf:
+            engines = sum(count for _, count in candidate.engines)
+            check_host(_host(memory, engines, *self._nodes_of(candidate.ranks)), total, "a node has")
         return memory
+
+    def _nodes_of(self, ranks: GpuKind) -> tuple[int, int]:
+        """GPUs of a node with ranks, and the number of all nodes."""
+        per_node = min(nodes.gpus for nodes in self.cluster if nodes.kind == ranks)
+        return per_node, sum(nodes.count for nodes in self.cluster)
 
     @property
     def fits(self) -> bool:
-        """True if some candidate fits its GPUs, as it is or offloaded."""
+        """True if some candidate fits its GPUs and its hosts, as it is or offloaded."""
         for candidate in self.candidates:
             for way in (*self._offloaded(candidate), candidate):
                 with suppress(ResourceError, ConfigError):
@@ -207,9 +224,7 @@ class Search:
 
     def durations(self, memory: RunMemory, engines: GpuKind, ranks: GpuKind) -> RunDurations:
         """The cost model of a run with these kinds of GPUs."""
-        per_node = min(nodes.gpus for nodes in self.cluster if nodes.kind == ranks)
-        num_nodes = sum(nodes.count for nodes in self.cluster)
-        return RunDurations(memory, engines, ranks, per_node, num_nodes, self.efficiencies, self.link)
+        return RunDurations(memory, engines, ranks, *self._nodes_of(ranks), self.efficiencies, self.link)
 
     def _slots(self, memory: RunMemory) -> int:
         """Sequences that an engine decodes at a time: as many as it may, and as keys and values have room for."""
@@ -222,7 +237,8 @@ class Search:
     def _workload(self, memory: RunMemory) -> Workload:
         config, flow = memory.config, self.flow
         shares = config.trainer.num_ranks // config.trainer.ranks_per_row
-        stages = [(stage.name, shares) for kind in ("logprobs", "scores") for stage in flow.of_kind(kind)]
+        scoring = config.trainer.of_scorer().num_ranks // config.trainer.ranks_per_row
+        stages = [(stage.name, scoring) for kind in ("logprobs", "scores") for stage in flow.of_kind(kind)]
         stages += [(stage.name, config.reward.num_workers) for stage in flow.of_kind("reward")]
         return Workload(
             config.trainer.groups_per_step, flow.samples_per_prompt, self.lengths, shares, config.max_staleness,
@@ -231,14 +247,18 @@ class Search:
 
 
 def plan_of(search: Search) -> Plan:
-    """The plan to run. Raises `ResourceError` where nothing fits, with what came closest."""
+    """The plan to run. Raises `ResourceError` where nothing fits, with what would."""
     if search.plans:
         return search.best()[0]
     reasons = [refusal.reason for refusal in search.refused]
     advice = f" The last that was tried: {reasons[-1]}" if reasons else ""
     if would := changes_that_fit(search):
         advice = f" One of these would: {'; '.join(would)}."
-    raise ResourceError(f"Nothing fits {_named(search.cluster)}.{advice}")
+    if search.candidates:
+        raise ResourceError(f"Nothing fits {search.cluster_name}.{advice}")
+    kept = sorted(search.given & {"max_staleness", *PLANNED})
+    keys = " ".join(f"{key}={attrgetter(key)(search.base)}" for key in kept)
+    raise ResourceError(f"No split of {search.cluster_name} has {keys}.{advice}")
 
 
 def without_idle_engines(search: Search, plan: Plan) -> Plan:
@@ -263,6 +283,8 @@ def _with_keys(search: Search) -> Iterator[Iterator[tuple[str, Search]]]:
     """The search with keys that take less memory, by kinds of change."""
     config, rollout = search.base, search.base.rollout
     ways: list[list[dict[str, Any]]] = [[{"trainer.lora.rank": 32}]] * (not config.trainer.lora.rank)
+    ways += [[{"max_staleness": 0}]] * (config.max_staleness > 0)
+    ways += [[{OFFLOAD: True}]] * (OFFLOAD in search.given and not config.trainer.offload)
     ways += [[{"trainer.activation_checkpointing": True}]] * (config.trainer.activation_checkpointing is False)
     ways += [[{"trainer.activation_offload": True}]] * (not config.trainer.activation_offload)
     ways.append([
@@ -287,10 +309,6 @@ def _on_clusters(search: Search) -> Iterator[Iterator[tuple[str, Search]]]:
         [replace(first, kind=kind) for kind in kinds if kind.memory_gib > first.kind.memory_gib],
     ):
         yield ((f"a cluster of {nodes}", replace(search, cluster=(nodes,))) for nodes in clusters)
-
-
-def _named(cluster: Sequence[Nodes]) -> str:
-    return ", ".join(str(nodes) for nodes in cluster)
 
 
 def cheapest(search: Search, hours: float) -> Search:

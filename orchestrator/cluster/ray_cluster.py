@@ -34,6 +34,7 @@ from ray.job_config import JobConfig
 from penstock.conf.errors import RayEnded, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.local_ray import LocalRay, short_paths
+from penstock.orchestrator.cluster.owners import OWNER
 from penstock.orchestrator.cluster.placement.actors import RUN_PREFIX, ActorPlan, check_fits, needed
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node, cluster_nodes
@@ -223,13 +224,36 @@ def look(timeout_s: float = LOOK_S) -> list[Node] | None:
     `ResourceError` if the cluster that RAY_ADDRESS names does not answer."""
     if ray.is_initialized():
         return cluster_nodes()
+    answer = _ask(timeout_s)
+    return None if answer is None else [Node(**fields) for fields in answer["nodes"]]
+
+
+def has_owner(namespace: str, timeout_s: float = LOOK_S) -> bool:
+    """Return whether the cluster has the owner of a run's actors, which may be those of a command that has died. Raises
+    as `look` does."""
+    if ray.is_initialized():
+        return _has_owner(namespace)
+    answer = _ask(timeout_s, namespace)
+    return answer is not None and bool(answer["has_owner"])
+
+
+def _has_owner(namespace: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ray.get_actor(OWNER, namespace=namespace)
+        return True
+    return False
+
+
+def _ask(timeout_s: float, *arguments: str) -> dict[str, Any] | None:
+    """What a process of its own finds on the cluster; None where there is none."""
     if (address := cluster_address()) is None:
         return None
     reach(address)
     try:
         looker = subprocess.run(
-            [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+            [sys.executable, "-m", __name__, *arguments],
+            capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ResourceError(
             f"RAY_ADDRESS={address}: the cluster did not answer within {timeout_s:g} s. See `ray status` there."
@@ -238,10 +262,10 @@ def look(timeout_s: float = LOOK_S) -> list[Node] | None:
     if looker.returncode or not lines:
         reason = (looker.stderr.splitlines() or ["no reason given"])[-1]
         raise ResourceError(f"RAY_ADDRESS={address}: the cluster cannot be looked at ({reason}).")
-    answer = json.loads(lines[-1])
+    answer: dict[str, Any] = json.loads(lines[-1])
     if "refused" in answer:
         raise ResourceError(answer["refused"])
-    return [Node(**fields) for fields in answer["nodes"]]
+    return answer
 
 
 def join(address: str, **options: Any) -> None:
@@ -367,11 +391,12 @@ def _end_started() -> None:
 
 
 def main() -> None:
-    """Entry of the process of its own: print the nodes."""
+    """Entry of the process of its own: print the nodes, and whether the namespace that is given has an owner."""
     answer: dict[str, Any]
     try:
         join(str(cluster_address()), log_to_driver=False, logging_level=logging.ERROR)
         answer = {"nodes": [asdict(node) for node in cluster_nodes()]}
+        answer["has_owner"] = any(map(_has_owner, sys.argv[1:]))
         ray.shutdown()
     except ResourceError as error:
         answer = {"refused": str(error)}

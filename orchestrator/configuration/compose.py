@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
@@ -26,7 +27,7 @@ from penstock.conf.algorithms import AlgorithmConfig, known_algorithms
 from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS
-from penstock.conf.run import RunConfig, validate
+from penstock.conf.run import PLANNED, RunConfig, validate
 from penstock.orchestrator.configuration.overrides import (
     CHOICES,
     Override,
@@ -36,7 +37,7 @@ from penstock.orchestrator.configuration.overrides import (
     unresolved,
     wrong_type,
 )
-from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file
+from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file, own_keys
 from penstock.orchestrator.configuration.values import literal
 from penstock.workers.prompts.data_names import has_splits, names_files, names_split
 from penstock.workers.user_code import with_file
@@ -46,6 +47,8 @@ OPTIONS_OF = {"reward.function": "reward.options", "environment.name": "environm
 """Keys that name something of a recipe's, and those of its options."""
 _TREES: dict[tuple[Any, ...], DictConfig] = {}
 """What Hydra has composed, by what it was composed of: it takes 50 ms each time, a copy 6."""
+_GIVEN = "_given"
+"""Attribute of a configuration with the keys that were given, and the values of those that `plan=auto` may choose."""
 _LOG = logging.getLogger("penstock")
 
 
@@ -98,7 +101,19 @@ def compose_run(words: list[Override], algorithm: type[AlgorithmConfig] | None =
     _infer_source(config, {word.key for word in words})
     make_paths_absolute(config, recipe.directory)
     validate(config)
+    vars(config)[_GIVEN] = own_keys(recipe).union(word.key for word in words), _planned_values(config)
     return config
+
+
+def given_keys(config: RunConfig) -> frozenset[str]:
+    """Keys that the user has set: words, a recipe of one's own, and those that `plan=auto` chooses where a program has
+    changed them since. Of a configuration that was made in Python these are all that differ from the defaults."""
+    keys, loaded = vars(config).get(_GIVEN) or (frozenset(), _planned_values(RunConfig()))
+    return frozenset(keys) | {key for key, value in _planned_values(config).items() if value != loaded[key]}
+
+
+def _planned_values(config: RunConfig) -> dict[str, Any]:
+    return {key: deepcopy(attrgetter(key)(config)) for key in PLANNED}
 
 
 def _choices(words: list[Override]) -> dict[str, str]:

@@ -72,7 +72,8 @@ def gpu_bytes(config: RunConfig, nodes: Sequence[Node] = (), plan: Sequence[Acto
     open_nodes = [node for node in nodes if node.gpus and any(node.has(own) for own in labels)]
     kinds = [node.labels.get(ACCELERATOR, "") for node in open_nodes]
     if not kinds or not all(kind in GPU_GIB for kind in kinds):
-        return _of_this_machine() if len(nodes) == 1 else None
+        here = nodes[0].labels.get(ACCELERATOR)  # of the driver's node
+        return _of_this_machine() if len(nodes) == 1 or (here and {here} == {*kinds}) else None
     return min(GPU_GIB[kind] for kind in kinds) * GIB
 
 

@@ -7,6 +7,7 @@ users. They are found and loaded here, and composed in `compose.py`.
 A recipe may say `base: NAME` and then only what differs from that one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from penstock.workers.user_code import RECIPE_FILE, import_file, packaged_recipe
 
 FREE = ("options", "tags", "labels")
 """Names of mappings with keys of the user's own, which may have dots in them."""
+GPUS, WHOLE = ("rollout.num_gpus_per_worker", "trainer.num_gpus_per_rank"), ("1", "1.0")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,23 @@ def find_recipe(name: str) -> Recipe:
     else:
         raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {RECIPE_FILE}{suggest(name, known)}")
     return Recipe(directory.name, directory, _with_base(directory, _read(directory / RECIPE_FILE)))
+
+
+def own_keys(recipe: Recipe) -> frozenset[str]:
+    """Dotted keys that a recipe which is not packaged sets itself, beside those of its base. That each actor has whole
+    GPUs says no more than that the run is for GPUs."""
+    packaged = {directory.resolve() for directory in packaged_recipes().values()}
+    if recipe.directory.resolve() in packaged or not recipe.file.is_file():
+        return frozenset()
+    return frozenset(key for key, value in _flat(_read(recipe.file)) if not (key in GPUS and str(value) in WHOLE))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def load_file(path: Path, key: str) -> ModuleType:

@@ -1,6 +1,8 @@
 """A run as it is carried out: its complete configuration, and what follows from it.
 
 RunConfig ─▶ resolve ─▶ ResolvedRun: checks, `penstock validate`, sweeps, plans, simulations
+                            │
+          plan_run: placement and memory for the GPUs that are there (plan=auto)
                             │ on a cluster
                             ▼
           resolve_auto (`memory_view.py`): what was `auto`, and the memory of actors
@@ -8,6 +10,7 @@ RunConfig ─▶ resolve ─▶ ResolvedRun: checks, `penstock validate`, sweeps
           with_models (`run.py`): the models that training starts from ─▶ actors
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +55,18 @@ def resolve(config: RunConfig, flow: Dataflow | None = None) -> ResolvedRun:
     validate(own)
     graph = dataflow_of(own, flow)
     return ResolvedRun(own, graph, plan_actors(graph, own))
+
+
+planners: list[Callable[[ResolvedRun, Callable[[str], None]], ResolvedRun]] = []
+"""Planners of `plan=auto`: `penstock.planner.planned_runs`, of the layer above, adds its own."""
+
+
+def plan_run(run: ResolvedRun, tell: Callable[[str], None]) -> ResolvedRun:
+    """The run as it is planned for the GPUs that are there, which `tell` is told. Raises `ResourceError` where nothing
+    fits them."""
+    for plan in planners:
+        run = plan(run, tell)
+    return run
 
 
 def resolve_first(first: WarmStartConfig) -> ResolvedRun:

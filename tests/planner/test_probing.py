@@ -186,7 +186,7 @@ def test_the_command_writes_the_keys_of_the_fastest(
 ) -> None:
     nodes = [Node("n", "n", "10.0.0.1", 64, 4, {"ray.io/accelerator-type": "H100"})]
     runs = Runs(fails, takes(7.0))
-    monkeypatch.setattr(plan_view, "nodes_here", lambda: nodes)
+    monkeypatch.setattr(plan_view, "nodes_here", lambda config: nodes)
     monkeypatch.setattr(plan_view, "run_in_process", runs)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", WORDS[0], "--probe", "2", *WORDS[1:], "--lengths", "400", "--write", "keys"]) == 0
@@ -204,6 +204,6 @@ def test_probes_need_the_gpus_that_they_are_for(
 ) -> None:
     assert main(["plan", *WORDS, "--probe", "2", "--cluster", "1x4:h100"]) == 2
     assert "Leave one of them out" in capsys.readouterr().err
-    monkeypatch.setattr(plan_view, "nodes_here", lambda: [Node("d", "d", "10.0.0.9", 8)])
+    monkeypatch.setattr(plan_view, "nodes_here", lambda config: [Node("d", "d", "10.0.0.9", 8)])
     assert main(["plan", *WORDS, "--probe", "2"]) == 2
     assert "none is known" in capsys.readouterr().err

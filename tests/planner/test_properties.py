@@ -93,7 +93,7 @@ def machines(cluster: Sequence[Nodes]) -> list[Node]:
 
 def check_starts(run: tuple[str, ...], search: Search, plan: Plan) -> None:
     """Check that what the plan's overrides say is the run that was planned, which fits the nodes and their GPUs."""
-    config, nodes = loaded((*words_of(run), *overrides_of(search, plan.candidate.keys))), machines(search.cluster)
+    config, nodes = loaded((*words_of(run), *overrides_of(search.base, plan.candidate.keys))), machines(search.cluster)
     assert config == plan.candidate.config(search.base)
     actors = plan_actors(search.flow, config)
     on = assign(actors, nodes, config).node_of

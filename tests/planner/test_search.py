@@ -56,7 +56,7 @@ def test_a_plan_that_is_said_is_the_run_that_is_loaded() -> None:
     for cluster in ("2x8:h100", "1x8:h100,2x8:l40s"):
         search = searched(cluster, "max_staleness=1")
         for plan in search.best()[:4]:
-            keys = overrides_of(search, plan.candidate.keys)
+            keys = overrides_of(search.base, plan.candidate.keys)
             loaded = load_config([*WORDS, "max_staleness=1", *keys])
             assert loaded == plan.candidate.config(search.base)
 

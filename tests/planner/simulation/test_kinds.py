@@ -42,7 +42,7 @@ def test_ranks_that_are_on_several_kinds_are_as_slow_as_the_slowest() -> None:
 def test_the_command_plays_a_plan_on_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     mix = "1x4:h100,1x4:h20"
     search = searched(mix)
-    keys = overrides_of(search, plan_of(search).candidate.keys)
+    keys = overrides_of(search.base, plan_of(search).candidate.keys)
     asked = ["--cluster", mix, "--lengths", "400", "--steps", "2"]
     assert main(["simulate", *WORDS, *asked, *keys]) == 0
     said = capsys.readouterr().out
