@@ -99,7 +99,7 @@ def read_pilot(place: str) -> Pilot:
     steps = [line for line in lines if {"timing_s/step", "timing_s/train", "idle/rollout"} <= line.keys()]
     if not steps:
         raise ConfigError(f"--from {place}: it has no steps after the first {SETTLED}. Let it make ten.")
-    found = {key: value for key in SPLIT if (value := recorded_value(values, key)) is not None}
+    found = {key: value for key in SPLIT if (value := value_at_key(values, key)) is not None}
     engines = median(line["timing_s/step"] * (1 - line["idle/rollout"]) for line in steps)
     ranks = median(line["timing_s/train"] for line in steps)
     step_s = mean(line["timing_s/step"] for line in steps)
@@ -145,7 +145,7 @@ def _lengths(directory: RunDirectory, steps: Sequence[dict[str, Any]]) -> Length
     return Lengths.lognormal(usual, max(1, round(longest)), SIGMA)
 
 
-def recorded_value(values: Any, key: str) -> Any:
+def value_at_key(values: Any, key: str) -> Any:
     """The value of a dotted key in a configuration that was read as plain data; None where it has none."""
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None

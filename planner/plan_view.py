@@ -43,7 +43,7 @@ from penstock.planner.search import (
     Plan,
     Search,
     cheapest,
-    next_better_classes,
+    find_speedups,
     ordinary_first,
     plan_of,
 )
@@ -151,7 +151,7 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
         say(f"  {plan_title(plan)}: {reason_slower(best, plan)}.")
     if refused := _refused(search):
         say(f"  {refused}")
-    for what, plan in next_better_classes(search):
+    for what, plan in find_speedups(search):
         gain = plan_of(search).step_s / plan.step_s
         say(f"With {what} a step would take about {best.step_s / gain:.1f} s ({gain:.2f}x).")
     engines = (

@@ -23,11 +23,11 @@ from penstock.orchestrator.configuration.compose import given_keys, load_config
 from penstock.orchestrator.configuration.resolved import ResolvedRun, planners, resolve
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
-from penstock.planner.calibration import recorded_value
+from penstock.planner.calibration import value_at_key
 from penstock.planner.candidates import ON_GPUS, with_keys
 from penstock.planner.plan_inputs import nodes_here, overrides_of, search_of
 from penstock.planner.plan_view import plan_title, step_parts
-from penstock.planner.search import LEAST_GAIN, Plan, Search, plan_of, without_idle_engines
+from penstock.planner.search import LEAST_GAIN, Plan, Search, drop_marginal_engines, plan_of
 from penstock.planner.shared_gpus import needs_parts, parts_of_gpus
 
 KEPT = {"max_staleness", *ON_GPUS} - {"plan"}
@@ -71,7 +71,7 @@ def chosen_keys(run: ResolvedRun, tell: Tell) -> Mapping[str, Any]:
     given = given_keys(config) - {"plan"}
     if (before := _directory(config)) is not None and _lives(before):
         values = before.read_config()
-        found = {key: recorded_value(values, key) for key in PLANNED if key not in given}
+        found = {key: value_at_key(values, key) for key in PLANNED if key not in given}
         keys = {key: value for key, value in found.items() if value is not None}
         tell(f"plan: that of {before.path.name}/config.yaml, whose actors are there ({_words(config, keys)})")
         return keys
@@ -91,7 +91,7 @@ def chosen_keys(run: ResolvedRun, tell: Tell) -> Mapping[str, Any]:
             raise
         tell(f"plan: as the keys say. {error}")
         return AS_IT_IS
-    best = without_idle_engines(search, whole)
+    best = drop_marginal_engines(search, whole)
     keys = dict(best.candidate.keys)
     more = _free(search, whole, best) + (_changed(before, best) if before is not None else "")
     tell(f"plan for {search.cluster_name}: {plan_title(best)}, about {step_parts(best)}{more} ({_words(config, keys)})")
@@ -125,7 +125,7 @@ def _free(search: Search, whole: Plan, best: Plan) -> str:
 def _changed(before: RunDirectory, plan: Plan) -> str:
     """Keys of a plan that have other values in the run that continues."""
     values = before.read_config()
-    changed = [key for key, value in plan.candidate.keys if recorded_value(values, key) != value]
+    changed = [key for key, value in plan.candidate.keys if value_at_key(values, key) != value]
     return f"; the run had another split before: {', '.join(changed)} differ" * bool(changed)
 
 

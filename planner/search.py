@@ -261,7 +261,7 @@ def plan_of(search: Search) -> Plan:
     raise ResourceError(f"No split of {search.cluster_name} has {keys}.{advice}")
 
 
-def without_idle_engines(search: Search, plan: Plan) -> Plan:
+def drop_marginal_engines(search: Search, plan: Plan) -> Plan:
     """The plan without those of its engines that gain less than `LEAST_GAIN` each."""
     while len(plan.engines) == 1 and (count := plan.engines[0].count) > 1 and plan.config.placement == "disaggregated":
         fewer = search.plan(plan.candidate.with_engines(count - 1))
@@ -328,9 +328,9 @@ def cheapest(search: Search, hours: float) -> Search:
     return min(found, key=lambda one: one[0])[1]
 
 
-def next_better_classes(search: Search) -> list[tuple[str, Plan]]:
-    """What would have to change for the next better class, with the best plan of it: another GPU in each node, or one
-    step staler."""
+def find_speedups(search: Search) -> list[tuple[str, Plan]]:
+    """Find what would make a step faster: another node of the first kind, or one step staler. Each with its best
+    plan."""
     best, found = plan_of(search), list[tuple[str, Plan]]()
     staler = replace(search, base=replace(search.base, max_staleness=search.base.max_staleness + 1))
     more = tuple(replace(nodes, count=nodes.count + 1) for nodes in search.cluster[:1]) + search.cluster[1:]

@@ -19,7 +19,7 @@ from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import checks
 from penstock.planner.candidates import with_keys
 from penstock.planner.plan_inputs import lengths_of, nodes_by_kind, overrides_of, parse_hours, search_of, uncounted_keys
-from penstock.planner.search import Search, changes_that_fit, cheapest, next_better_classes, plan_of
+from penstock.planner.search import Search, changes_that_fit, cheapest, find_speedups, plan_of
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
          "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=32")  # fmt: skip
@@ -173,7 +173,7 @@ def test_the_cheapest_part_that_is_done_in_time_is_found() -> None:
 
 
 def test_the_next_better_class_is_named() -> None:
-    found = dict(next_better_classes(searched("2x8:h100")))
+    found = dict(find_speedups(searched("2x8:h100")))
     assert list(found) == ["max_staleness=1", "a cluster of 3x8:h100"]
 
 
