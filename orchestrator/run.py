@@ -206,7 +206,7 @@ def with_models(
         start = [f"model.path={model_path}", "evaluation.every_steps=0"]
         for name, first in config.other_models.items():
             if name not in paths:
-                paths[name] = _first_run_model(first, name, config, directory, start)
+                paths[name] = _run_warm_start(first, name, config, directory, start)
     return replace(run, config=replace(config, model=replace(config.model, paths=paths)), model_path=model_path)
 
 
@@ -215,13 +215,13 @@ def _starting_model(config: RunConfig, directory: RunDirectory) -> str:
     if config.model.path is not None:
         return config.model.path
     if config.warm_start.recipe is not None:
-        return _first_run_model(config.warm_start, "warm_start", config, directory)
+        return _run_warm_start(config.warm_start, "warm_start", config, directory)
     build_fresh_model(directory.initial_model, config.model.fresh, config.seed)
     sync(str(directory.initial_model))
     return str(directory.initial_model)
 
 
-def _first_run_model(
+def _run_warm_start(
     first: WarmStartConfig, name: str, config: RunConfig, directory: RunDirectory, start: Sequence[str] = ()
 ) -> str:
     """Run a recipe below the run's directory, on the same problems. Returns its model's directory."""
