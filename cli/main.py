@@ -163,7 +163,10 @@ def _load(overrides: Sequence[str]) -> Any:
 
 def _with_plan(overrides: Sequence[str], config: Any) -> tuple[list[str], Any]:
     """Plan a run for the cluster's GPUs. Returns its overrides with those of the plan, and their configuration."""
-    if config.plan != "auto" or not config.trainer.num_gpus_per_rank:
+    from penstock.workers.runtime.builds import GPU, vllm_build
+
+    has_gpus = config.trainer.num_gpus_per_rank or (vllm_build() or ("", ""))[0] == GPU
+    if config.plan != "auto" or not has_gpus:
         return list(overrides), config
     from rich.console import Console
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.run import RunConfig
+from penstock.conf.trainer import TrainerConfig
 from penstock.planner.durations import Durations
 from penstock.planner.simulation.events import SimulatedStore
 from penstock.store.ledger.group import Facts, row_ids
@@ -168,6 +168,6 @@ class ScorerTeam:
         self._look()
 
 
-def shares_of_ranks(config: RunConfig) -> int:
-    """Number of the trainer's ranks that get rows of their own."""
-    return config.trainer.num_ranks // config.trainer.ranks_per_row
+def shares_of_ranks(config: TrainerConfig) -> int:
+    """Number of a model's ranks that get rows of their own."""
+    return config.num_ranks // config.ranks_per_row

@@ -75,7 +75,7 @@ class SimulatedTrainer:
     ) -> None:
         """`engines`: None where nothing is sampled."""
         self._num_steps, self._num_ranks = config.trainer.max_steps, config.trainer.num_ranks
-        self._num_shares = shares_of_ranks(config)
+        self._num_shares = shares_of_ranks(config.trainer)
         self._is_synchronous, self._store, self._clock = config.max_staleness == 0, store, store.clock
         self._durations, self._engines = durations, engines
         self._turn_s = durations.turn_s() if engines is not None else 0.0

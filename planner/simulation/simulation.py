@@ -240,7 +240,7 @@ class Simulation:
         results = StageResults(self.store, spec, self.samples, reason, random)
         names = [actor.name for actor in self.plan if actor.stage == spec.name]
         if stage.kind in ("logprobs", "scores"):
-            ScorerTeam(names[0], results, self.durations, shares_of_ranks(self.config))
+            ScorerTeam(names[0], results, self.durations, shares_of_ranks(self.config.trainer.of_scorer()))
             return []
         return [StageActor(name, results, self.durations) for name in names]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from penstock.algorithms.graph.stage import Stage
@@ -23,6 +24,7 @@ from penstock.workers.reward.reward_actor import Reward, RewardPlan
 from penstock.workers.rollout.rollout_actor import Rollout, RolloutSpec
 from penstock.workers.rollout.rollout_engines import make_engine
 from penstock.workers.runtime import builds
+from penstock.workers.runtime.serving import ServingActor
 from penstock.workers.trainer.rank_spec import ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer_actor import Scorer, Trainer
 
@@ -181,3 +183,28 @@ def test_an_actor_with_gpus_sees_those_that_ray_gives_it(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     make()
     assert os.environ[VISIBLE] == "0,1"
+
+
+class Probe(ServingActor):
+    """An actor that says which GPUs it was given, and which it sees."""
+
+    def __init__(self, num_gpus: float) -> None:
+        self._given = os.environ.get(VISIBLE)
+        super().__init__("Probe", num_gpus)
+
+    async def visible(self) -> tuple[str | None, str | None]:
+        return self._given, os.environ.get(VISIBLE)
+
+
+@pytest.mark.real
+@pytest.mark.usefixtures("cluster")
+def test_ray_leaves_gpus_to_actors_without_any_and_these_hide_them() -> None:
+    made = ray.remote(Probe)
+    without, half = (made.options(num_cpus=0, num_gpus=num_gpus).remote(num_gpus) for num_gpus in (0, 0.5))
+    (given, sees), (of_ray, own) = ray.get([without.visible.remote(), half.visible.remote()], timeout=900)
+    assert given != ""
+    assert sees == ""
+    assert own == of_ray
+    assert own in ("0", "1")
+    for probe in (without, half):
+        ray.kill(probe)
