@@ -207,9 +207,8 @@ def nodes_by_kind(
     for label, _ in hosts:
         if label not in by_label and gpu_gib is not None:
             like = min(KINDS.values(), key=lambda kind: (abs(kind.memory_gib - gpu_gib), kind.flops))
-            by_label[label] = replace(
-                like, name=f"{label or 'GPU'} as fast as {like.name}", memory_gib=gpu_gib, ray_name=label
-            )
+            name = f"{label or 'GPU'} of {gpu_gib:.0f} GiB as fast as {like.name}"
+            by_label[label] = replace(like, name=name, memory_gib=gpu_gib, ray_name=label)
         elif label not in by_label:
             raise ResourceError(
                 f"A node has GPUs that are not known here ({ACCELERATOR}={label or 'not set'}). Describe the cluster: "

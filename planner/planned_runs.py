@@ -25,7 +25,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.run_directory.run_place import RunPlace
 from penstock.planner.calibration import value_at_key
 from penstock.planner.candidates import ON_GPUS, with_keys
-from penstock.planner.plan_inputs import nodes_here, overrides_of, search_of
+from penstock.planner.plan_inputs import nodes_here, overrides_of, search_of, uncounted_keys
 from penstock.planner.plan_view import plan_title, step_parts
 from penstock.planner.search import LEAST_GAIN, Plan, Search, drop_marginal_engines, plan_of
 from penstock.planner.shared_gpus import needs_parts, parts_of_gpus
@@ -94,6 +94,8 @@ def chosen_keys(run: ResolvedRun, tell: Tell) -> Mapping[str, Any]:
     best = drop_marginal_engines(search, whole)
     keys = dict(best.candidate.keys)
     more = _free(search, whole, best) + (_changed(before, best) if before is not None else "")
+    if ignored := uncounted_keys(config):
+        more += f"; not counted: {', '.join(ignored)}"
     tell(f"plan for {search.cluster_name}: {plan_title(best)}, about {step_parts(best)}{more} ({_words(config, keys)})")
     return keys
 

@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from penstock.conf.errors import DeadlineExceeded, TakenOver
 from penstock.orchestrator.cluster import owners
 from penstock.orchestrator.cluster.owners import Owner, RunOwner
+from penstock.orchestrator.cluster.ray_cluster import has_owner
 from penstock.orchestrator.recovery.takeover import find_orphan
 
 pytestmark = pytest.mark.real
@@ -113,6 +114,24 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     wait_until_gone(namespace, "HandoverState", "Owner")
     assert state_of(groups[0]) == "REMOVED"
     second.confirm()  # a dead one is nobody's
+
+
+def test_a_command_that_is_to_come_sees_from_outside_whether_actors_have_an_owner(
+    namespace: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = RunOwner.start(namespace, 60.0, START_S)
+    asyncio.run(owner.keep(b"the run"))
+    assert has_owner(namespace)
+    with monkeypatch.context() as before:
+        before.setattr("ray.is_initialized", lambda: False)
+        before.setenv("RAY_ADDRESS", cluster)
+        assert has_owner(namespace)
+        assert not has_owner(f"{namespace}-other")
+        before.delenv("RAY_ADDRESS")
+        assert not has_owner(namespace), "a local Ray ends with its command"
+    owner.close()
+    wait_until_gone(namespace, "Owner")
+    assert not has_owner(namespace)
 
 
 def test_all_of_it_ends_when_nobody_is_heard_of_for_the_lease(namespace: str) -> None:
