@@ -255,9 +255,9 @@ class Trainer(Protocol):
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Log-probabilities, `[T_i]` float32 for each row, of the response tokens under the current weights."""
 
-    def update(self, rows: Rows, loss: Loss, recorder: Any = None) -> UpdateReport:
-        """Run one policy update (`num_minibatches` optimizer steps) over the union of all ranks' rows. `recorder`:
-        notes each token (`trainer/token_recorder.py`)."""
+    def update(self, rows: Rows, loss: Loss, recorder: Any = None, version: int | None = None) -> UpdateReport:
+        """Run one policy update over the union of all ranks' rows. `recorder`: notes each token
+        (`trainer/token_recorder.py`). `version`: of the weights before the update, if known."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""

@@ -66,7 +66,7 @@ from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossArguments, Minibatch
 from penstock.workers.trainer.update.picture_places import Pictures
-from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_shares
+from penstock.workers.trainer.update.tally import Tally, TokenAges, add_mismatch, with_shares
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
 
@@ -81,6 +81,7 @@ class UpdateContext:
     """Log-probabilities before the update, `[T_i]` for each row, where the loss asks for them and weights change before
     its last micro-batch."""
     recorder: TokenRecorder | None
+    ages: TokenAges | None = None
 
 
 class PolicyTrainer:
@@ -285,13 +286,16 @@ class PolicyTrainer:
         with self._phase("agreement on micro-batches"):
             return self._batcher.microbatches(rows)
 
-    def update(self, rows: Rows, loss: Loss, recorder: TokenRecorder | None = None) -> UpdateReport:
+    def update(
+        self, rows: Rows, loss: Loss, recorder: TokenRecorder | None = None, version: int | None = None
+    ) -> UpdateReport:
         """Run one policy update over the union of all ranks' rows: `num_epochs` passes, each of `num_minibatches`
         optimizer steps. Collective.
 
         `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
-        `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
-        rows have `behavior_logprobs`. An optimizer step whose gradient norm is not finite is left out and counted:
+        `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and when rows have
+        `behavior_logprobs`, `mismatch/…` of tokens sampled under `version`, the trainer's (None: of all), and `lag/…@k`
+        of those k versions older. An optimizer step whose gradient norm is not finite is left out and counted:
         weights and optimizer stay as they were. `recorder`: notes each token in the first pass. Raises `DataError`,
         `DataflowError`.
         """
@@ -303,7 +307,7 @@ class PolicyTrainer:
         params = self._own_params()
         seconds["plan"] = clock(self.ranks.device) - started
 
-        first = UpdateContext(inputs, Tally(len(steps)), old, recorder)
+        first = UpdateContext(inputs, Tally(len(steps)), old, recorder, TokenAges.of(rows, version))
         later = replace(first, recorder=None)
         norms = []
         for number, (epoch, minibatch) in enumerate(steps):
@@ -516,5 +520,5 @@ def policy_contribution(
         before_BT = logprobs_BT if is_first else old_BT if old is not None else None
         shared.recorder.add(batch, logprobs_BT, before_BT)
     if is_first and "behavior_logprobs" in batch.columns:
-        add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
+        add_mismatch(tally, logprobs_BT, batch, shared.ages)
     return loss

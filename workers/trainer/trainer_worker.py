@@ -234,7 +234,7 @@ class TrainerWorker:
                 else (leased_rows, {})
             )
             self.after_step = None
-            report = self._trainer.update(rows, self._loss, recorder)
+            report = self._trainer.update(rows, self._loss, recorder, lease.version)
             updated = time.perf_counter()
             no_memory_checkpoint = self._checkpoint(step) if self._checkpoint is not None else None
             self.after_step = step

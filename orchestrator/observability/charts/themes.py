@@ -149,9 +149,14 @@ def _mismatch(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
     curves = names.of({"mismatch/logprob_abs_max": "max", "mismatch/logprob_abs_mean": "mean"})
     yield Chart(
         "mismatch", "Trainer against engine", curves, "|Δ log p|", log=True,
-        about="On the sampled tokens, before the update. 1e-6 is float32; what grows with the steps is a fault.",
+        about="On tokens of the trainer's version, before the update. 1e-6 is float32; what grows with the steps is a "
+        "fault.",
     )  # fmt: skip
     yield Chart("mismatch_kl", "KL between engine and trainer", names.below("mismatch/"), "nats")
+    yield Chart(
+        "lag", "How far the policy has moved since sampling", names.below("lag/"), log=True,
+        about="The same on older tokens; @k: k versions older.",
+    )  # fmt: skip
     yield Chart("correction", "Weight of the correction", names.of({"actor/correction_weight_mean": "mean"}))
 
 

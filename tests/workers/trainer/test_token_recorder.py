@@ -128,7 +128,8 @@ def test_a_worker_has_them_for_the_last_step_if_it_was_asked_to_note_them(make_t
 
     def young(rows: Rows, version: int) -> Rows:
         keep = [slice(1 if row == 3 else 0, None) for row in range(4)]
-        for name in {"response_ids", "behavior_logprobs", "reference_logprobs", PLACES} & set(rows.names):
+        by_token = {"response_ids", "behavior_logprobs", "reference_logprobs", "token_versions", PLACES}
+        for name in by_token & set(rows.names):
             rows = rows.with_column(name, [one[kept] for one, kept in zip(rows.arrays(name), keep, strict=True)])
         return rows
 

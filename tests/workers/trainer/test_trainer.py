@@ -299,6 +299,38 @@ def test_mismatch_is_taken_against_the_behaviour_policy(make_trainer: Make, make
     assert metrics["mismatch/kl"] == pytest.approx((np.exp(difference) - 1 - difference).mean(), rel=1e-3)
 
 
+def test_tokens_of_older_versions_are_lag_and_no_mismatch(make_trainer: Make, make_rows: MakeRows) -> None:
+    trainer, rows = make_trainer(), make_rows(6)
+    versions = [np.full(length, 7, np.int32) for length in rows.lengths("response_ids").tolist()]
+    versions[2][:] = 6
+    versions[3][: len(versions[3]) // 2] = 4  # a response within which the engine took newer weights
+    rows = rows.with_column("token_versions", versions)
+    difference = np.concatenate(trainer.logprobs(rows)) - rows.ragged("behavior_logprobs")[0]
+    age = 7 - np.concatenate(versions)
+    metrics = trainer.update(rows, sft_loss, version=7).metrics
+    for prefix, suffix, some in (("mismatch", "", age == 0), ("lag", "@1", age == 1), ("lag", "@3", age == 3)):
+        assert some.any()
+        own = difference[some]
+        assert metrics[f"{prefix}/logprob_abs_mean{suffix}"] == pytest.approx(np.abs(own).mean(), rel=1e-4)
+        assert metrics[f"{prefix}/logprob_abs_max{suffix}"] == pytest.approx(np.abs(own).max(), rel=1e-4)
+        assert metrics[f"{prefix}/kl{suffix}"] == pytest.approx((np.exp(own) - 1 - own).mean(), rel=1e-3)
+    names = {name for name in metrics if name.startswith(("mismatch/", "lag/"))}
+    assert len(names) == 9
+
+
+def test_without_a_token_of_the_trainers_version_there_is_no_mismatch(make_trainer: Make, make_rows: MakeRows) -> None:
+    rows = make_rows(4)
+    versions = [np.full(length, 1, np.int32) for length in rows.lengths("response_ids").tolist()]
+    metrics = (
+        make_trainer(num_minibatches=2)
+        .update(rows.with_column("token_versions", versions), sft_loss, version=3)
+        .metrics
+    )
+    assert {name for name in metrics if name.startswith(("mismatch/", "lag/"))} == {
+        "lag/logprob_abs_mean@2", "lag/logprob_abs_max@2", "lag/kl@2",
+    }  # fmt: skip
+
+
 def test_a_step_that_is_not_finite_is_left_out_and_counted(
     make_trainer: Make, make_rows: MakeRows, weights_of: Weights
 ) -> None:

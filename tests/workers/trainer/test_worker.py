@@ -139,7 +139,7 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
     computing, go_on = threading.Semaphore(0), threading.Semaphore(0)
 
     class Slow:
-        def update(self, rows: Rows, loss: Any, recorder: Any = None) -> UpdateReport:
+        def update(self, rows: Rows, loss: Any, recorder: Any = None, version: int | None = None) -> UpdateReport:
             self.logprobs(rows)
             return UpdateReport()
 

@@ -130,9 +130,8 @@ class Batcher:
     def minibatches(self, rows: Rows, inputs: LossArguments, count: int) -> list[Minibatch]:
         """Make `count` minibatches, one for each optimizer step of an update, with the columns that the loss takes."""
         self._prepare_pictures(rows)
-        columns = inputs.columns
-        if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
-            columns = (*columns, "behavior_logprobs")
+        compared = [name for name in ("behavior_logprobs", "token_versions") if name in rows]
+        columns = tuple(dict.fromkeys((*inputs.columns, *compared)))
         every_group = self.ranks.gather(np.unique(rows.group_ids)) if count > 1 else []
         parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)
         cuts = [self._cut(rows, part, columns, whole_groups=inputs.takes_groups) for part in parts]

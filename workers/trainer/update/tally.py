@@ -4,21 +4,27 @@ is no sum is made of sums when they are complete.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.algorithms.losses import explained_variance
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Minibatch
 
 SQUARES = ("return_square_mean", "value_error_square_mean")
 """Metrics of `value_loss` that are there for the explained variance alone."""
 
 
-PLACES, TOKENS, SHARED = "padding/places", "padding/tokens", "padding/shared"
+PLACES, FILLED, SHARED = "padding/places", "padding/tokens", "padding/shared"
 """Sums over all micro-batches: tokens that there was room for, tokens that there were, and tokens of sequences that
 others of them have computed."""
+VERSIONS, TOKENS = "token_versions", "tokens"
+"""Column of the version that each token was sampled under, and the name of the counts of `add_mismatch`."""
 
 
 class Tally:
@@ -53,7 +59,7 @@ class Tally:
         """Add how much of the micro-batches is padding, and how much is shared: `with_shares` makes shares of it."""
         batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.is_dummy]
         self._sums[PLACES] = torch.tensor(float(sum(batch.input_ids_SL.numel() for batch in batches)))
-        self._sums[TOKENS] = torch.tensor(float(sum(batch.num_tokens for batch in batches)))
+        self._sums[FILLED] = torch.tensor(float(sum(batch.num_tokens for batch in batches)))
         self._sums[SHARED] = torch.tensor(float(sum(batch.num_shared for batch in batches)))
 
     def reduced(self, ranks: Ranks) -> dict[str, float]:
@@ -68,24 +74,65 @@ class Tally:
         return sums | maxima
 
 
-def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> None:
+@dataclass(frozen=True)
+class TokenAges:
+    """The staleness of sampled tokens, in versions."""
+
+    version: int
+    """Version of the weights before the update."""
+    known: tuple[int, ...]
+    """Every staleness that a token of this rank has."""
+
+    @classmethod
+    def of(cls, rows: Rows, version: int | None) -> "TokenAges | None":
+        """Those of rows. `version`: the trainer's. None: one of the versions is not known."""
+        if version is None or VERSIONS not in rows:
+            return None
+        return cls(version, tuple(np.unique(version - rows.ragged(VERSIONS)[0].astype(np.int64)).tolist()))
+
+
+def add_mismatch(tally: Tally, trainer_BT: Tensor, batch: MicroBatch, ages: TokenAges | None) -> None:
     """Add how far the trainer's log-probabilities are from those that the tokens were sampled under: with `d = trainer
-    - behavior`, the means over the `num_tokens` tokens of the step's first minibatch, before any update of it, of |d|
-    and of `exp(d) - 1 - d` (k3 of KL(behavior || trainer), Schulman 2020), and max |d|."""
-    difference_N = trainer_BT.detach()[mask_BT] - behavior_BT[mask_BT]
+    - behavior`, the means of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior || trainer), Schulman 2020), and max |d|.
+
+    Tokens of the trainer's own version are `mismatch/…`: what differs there is the engine. Those that are k versions
+    older are `lag/…@k`: the policy has moved since. Without ages all are `mismatch/…`. They are those of the step's
+    first minibatch, before any update of it; `with_means` divides the sums.
+    """
+    mask_BT = batch.mask_BT
+    difference_N = trainer_BT.detach()[mask_BT] - batch.columns["behavior_logprobs"][mask_BT]
     if difference_N.numel() == 0:
         return
-    absolute_N = difference_N.abs()
-    tally.add_once("mismatch/logprob_abs_mean", absolute_N.sum() / num_tokens)
-    tally.add_once("mismatch/kl", (torch.expm1(difference_N) - difference_N).sum() / num_tokens)
-    tally.add_maximum("mismatch/logprob_abs_max", absolute_N.max())
+    age_N = ages.version - batch.columns[VERSIONS][mask_BT] if ages else torch.zeros_like(difference_N)
+    values = {"logprob_abs_mean": difference_N.abs(), "kl": torch.expm1(difference_N) - difference_N}
+    for age in ages.known if ages else (0,):
+        chosen_N = age_N == age
+        prefix, suffix = ("lag/", f"@{age}") if age else ("mismatch/", "")
+        tally.add_once(f"{prefix}{TOKENS}{suffix}", chosen_N.sum())
+        for name, value_N in values.items():
+            tally.add_once(f"{prefix}{name}{suffix}", torch.where(chosen_N, value_N, 0.0).sum())
+        largest = torch.where(chosen_N, values["logprob_abs_mean"], 0.0).max()
+        tally.add_maximum(f"{prefix}logprob_abs_max{suffix}", largest)
+
+
+def with_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics with means in the place of the sums of `add_mismatch`, without those that no token counts for."""
+    result = dict(metrics)
+    for counter in [name for name in metrics if name.startswith(("mismatch/", "lag/")) and TOKENS in name]:
+        count, names = result.pop(counter), [counter.replace(TOKENS, name) for name in ("logprob_abs_mean", "kl")]
+        for name in names:
+            result[name] /= max(1.0, count)
+        if not count:
+            for name in (*names, counter.replace(TOKENS, "logprob_abs_max")):
+                del result[name]
+    return result
 
 
 def with_shares(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """The metrics with shares in the place of the sums that they are made of: `<prefix>/padding_share` of places, and
     `<prefix>/shared_share` of the sequences' tokens, where some are shared."""
-    result = dict(metrics)
-    places, tokens, shared = (result.pop(name, 0.0) for name in (PLACES, TOKENS, SHARED))
+    result = with_means(metrics)
+    places, tokens, shared = (result.pop(name, 0.0) for name in (PLACES, FILLED, SHARED))
     if shared:
         result[f"{prefix}/shared_share"] = shared / (tokens + shared)
     return result | {f"{prefix}/padding_share": 1.0 - tokens / places} if places else result
