@@ -6,15 +6,15 @@ GPUs:
     generation:  ranks have made room, engines are awake and load the newest version ─▶ the store has a batch
     training:    engines sleep, scorers have made room, ranks are back ─▶ update, publication
 
-A replacement starts when it is its turn: an engine when the ranks have made room, ranks while the engines sleep. An
-engine that is lost in its turn is started in it, and one that is lost asleep in the next. Ranks that are lost while
-engines generate are missed when they are to come back, and a step that is made again begins with a turn of the engines:
-a new store may lack some of its samples.
+A replacement starts when it is its turn: an engine or a scorer when the ranks have made room, ranks while engines
+sleep. An engine that is lost in its turn is started in it, and one that is lost asleep in the next. Ranks that are lost
+while engines generate are missed when they are to come back, and a step that is made again begins with a turn of the
+engines: a new store may lack some of its samples.
 
 Engines keep no weights while they sleep: after `generation` they sample once they have loaded a version. The step that
 is made again has them load the one that they had. A scorer comes back by itself when it has rows to compute, which is
-while engines generate. Rank i and engine i have one GPU: `placement/reservation.py`. With devices of their own, all are
-there all the time, and none waits for a turn.
+while engines generate. Rank i, engine i and rank i of a scorer have one GPU: `placement/reservation.py`. With devices
+of their own, all are there all the time, and none waits for a turn.
 
 CPUs: engines and ranks work at the same time or take turns, whichever makes a step faster. The seconds of steps decide,
 since a trial before the run knows neither how long responses will be nor which other processes compute there.
@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
+from penstock.conf.weights import scorers_share_gpus
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.placement.threads import are_tried
 from penstock.orchestrator.cluster.ray_calls import Handles, answer, answers, call_all, failed, try_all
@@ -57,7 +58,7 @@ class DeviceTurns:
         self._turn = ""
         """The role that has the devices; empty at the start, when both have them."""
         self._num_starting = 0
-        """Number of engines that start in this turn."""
+        """Number of engines and scorers that start in this turn."""
         self._changed = asyncio.Condition()
 
     async def training(self, step: int) -> None:
@@ -86,8 +87,10 @@ class DeviceTurns:
 
     @contextlib.asynccontextmanager
     async def hold(self, role: str) -> AsyncIterator[None]:
-        """Hold the turn in which an actor of a role can start: for an engine it is waited for, ranks get it at once."""
-        if not self._takes_turns or role not in (ENGINES, RANKS):
+        """Hold the turn in which an actor of a role can start: ranks get it at once, for an engine it is waited for,
+        and for a scorer on its GPU."""
+        late = (ENGINES, SCORERS) if scorers_share_gpus(self._config) else (ENGINES,)
+        if not self._takes_turns or role not in (*late, RANKS):
             yield
         elif role == RANKS:
             await self._have_engines_sleep()
@@ -104,7 +107,7 @@ class DeviceTurns:
                     self._changed.notify_all()
 
     async def _have_engines_sleep(self) -> None:
-        """Have engines and scorers leave the devices, once no engine starts. One that fails is ended: the supervisor
+        """Have engines and scorers leave the devices, once none of them starts. One that fails is ended: the supervisor
         makes another."""
         if self._turn == RANKS:
             return

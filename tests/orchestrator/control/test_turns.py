@@ -189,3 +189,28 @@ def test_a_step_that_is_taken_again_begins_with_a_turn_of_the_engines():
         "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake", "rollout-1 wake", "weights reload",
         "batch ready",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpus", [0.5, 0])
+def test_a_scorer_on_the_gpu_of_a_rank_starts_while_engines_have_it(gpus):
+    actors = NotingActors(TWO_EACH | {"scorer": 1})
+    config = RunConfig(placement="colocated")
+    config.trainer.num_gpus_per_rank = config.rollout.num_gpus_per_worker = gpus
+
+    async def body():
+        both = turns(actors, config)
+        await both.generation()
+        await both.training(1)
+
+        async def start():
+            async with both.hold("scorer"):
+                actors.calls.append(Call("scorer-9", "starts"))
+
+        starting = asyncio.create_task(start())
+        await asyncio.sleep(0)
+        assert ("scorer-9 starts" in actors.said) is (gpus == 0)
+        await both.generation()
+        await starting
+        assert "scorer-9 starts" in actors.said
+
+    asyncio.run(body())
