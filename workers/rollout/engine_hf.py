@@ -582,7 +582,7 @@ class HfEngine:
         """Open the publication, with its checksums verified and tensors compared to the model's. Raises
         `WeightError`."""
         mapped = MappedWeights(publication)
-        mapped.verify()
+        mapped.verify_once()
         state = self._replaceable_tensors()
         missing: list[str] = []
         if self._adapter is None:

@@ -402,11 +402,11 @@ class VllmEngine:
 
     async def _open(self, publication: Publication) -> MappedWeights:
         """Do all that can be done before the engine pauses: map the file here and in the engine's processes, verify
-        it."""
+        it, or wait until another engine of the node has."""
         info = {"directory": publication.directory, "version": publication.version}
         mapped = await self._phase(publication, "open", asyncio.to_thread(MappedWeights, publication))
         await self._phase(publication, "prepare", self._announce(info))
-        await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
+        await self._phase(publication, "verify", asyncio.to_thread(mapped.verify_once))
         return mapped
 
     async def _exchange(self, delivery: Delivery, mapped: MappedWeights | None) -> None:

@@ -14,7 +14,9 @@ exclusive lock can be had, else a new one is made. The kernel frees the locks of
 publication is never taken: whatever happens to the writer, that one stays loadable.
 
 A reader checks manifest, header and checksums. If it finds anything wrong it raises `WeightError` with file and tensor,
-before any weight of the engine has changed.
+before any weight of the engine has changed. Of several engines on a node the first compares the checksums, while the
+others wait, and notes file and manifest beside them: those with the same file and manifest need not compare them again
+(`MappedWeights.verify_once`). The note goes before the file is written again.
 """
 
 import contextlib
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
-LOCK_NAME = ".lock"
+LOCK_NAME, VERIFIED_NAME = ".lock", "verified"
 POPULATE_READ, POPULATE_WRITE = 22, 23
 """madvise(2), Linux 5.14; the `mmap` module has no names for them."""
 POPULATE_BYTES = 8 * 2**20
@@ -178,6 +180,7 @@ def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:
 def _unseal(path: Path) -> None:
     """Take a sealed publication back; its file is removed too if a process reads it."""
     with _lock_if_idle(path / WEIGHTS_NAME) as idle:
+        (path / VERIFIED_NAME).unlink(missing_ok=True)
         (path / MANIFEST_NAME).unlink(missing_ok=True)
     if not idle:
         (path / WEIGHTS_NAME).unlink(missing_ok=True)
@@ -247,9 +250,19 @@ class Manifest:
     def file(self) -> Path:
         return self.directory / WEIGHTS_NAME
 
+    @property
+    def digest(self) -> str:
+        """Digest of all that the manifest says."""
+        return xxhash.xxh3_128_hexdigest(_text_of(self).encode())
+
 
 def write_manifest(manifest: Manifest) -> Publication:
     """Write the manifest, by rename: the publication is visible from here on."""
+    write_whole(manifest.directory / MANIFEST_NAME, _text_of(manifest))
+    return Publication(str(manifest.directory), manifest.version, manifest.layout.num_bytes)
+
+
+def _text_of(manifest: Manifest) -> str:
     layout = manifest.layout
     fields = {
         "version": manifest.version,
@@ -257,8 +270,7 @@ def write_manifest(manifest: Manifest) -> Publication:
         "tensors": {place.name: {"dtype": place.dtype, "shape": place.shape} for place in layout.tensors},
         "ranges": manifest.ranges,
     }
-    write_whole(manifest.directory / MANIFEST_NAME, json.dumps(fields))
-    return Publication(str(manifest.directory), manifest.version, layout.num_bytes)
+    return json.dumps(fields)
 
 
 def open_publication(publication: Publication) -> Manifest:
@@ -351,6 +363,27 @@ class MappedWeights:
                 if found != entry.checksum:
                     threads.shutdown(cancel_futures=True)
                     raise _damaged(self.manifest, entry, found)
+
+    def verify_once(self) -> bool:
+        """Verify, unless a process of this node has verified this very file; one that is at it is waited for. If it
+        dies or finds the file damaged, the next one verifies. Returns whether this one has. Raises `WeightError`."""
+        text = f"{self.inode} {self.manifest.digest}"
+        try:
+            note = (self.manifest.directory / VERIFIED_NAME).open("a+")
+        except OSError:  # it was reclaimed meanwhile, or there is no room
+            self.verify()
+            return True
+        with note:
+            fcntl.flock(note, fcntl.LOCK_EX)
+            note.seek(0)
+            if note.read() == text:
+                return False
+            self.verify()
+            with contextlib.suppress(OSError):
+                note.truncate(0)
+                note.write(text)
+                note.flush()
+        return True
 
     def tensor(self, name: str) -> "torch.Tensor":
         """A view of shape and dtype as published, on the CPU. Raises `WeightError` for an unknown name."""

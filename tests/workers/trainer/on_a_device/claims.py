@@ -396,7 +396,7 @@ def a_colocated_step_moves_its_state_as_often_as_counted_here() -> None:
         with counting(num_parameters) as loaded:
             for _ in range(2):
                 mapped = MappedWeights(publication)
-                mapped.verify()
+                mapped.verify_once()
                 weights = {name: tensor.to(DEVICE) for name, tensor in mapped.tensors()}
                 del weights, mapped
     expected = {
@@ -404,7 +404,7 @@ def a_colocated_step_moves_its_state_as_often_as_counted_here() -> None:
         "keeps its state": (kept, Traffic(to_host=12, copied=12, summed=12)),
         "publishes": (published, Traffic(to_host=2, copied=2, summed=2)),
         "leaves": (left, Traffic()),
-        "two engines load": (loaded, Traffic(to_device=2 * 2, summed=2 * 2)),
+        "two engines load": (loaded, Traffic(to_device=2 * 2, summed=2)),
     }
     for what, (found, wanted) in expected.items():
         assert found == wanted, f"{what}: {found}"

@@ -2,6 +2,10 @@
 
 import json
 import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,7 @@ from penstock.workers.weights.publication.publication_files import (
 )
 from tests.publications import newest_publication, write_publication, write_rows
 
+NET_S = 900.0
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(7 * 4, dtype=torch.float32).reshape(7, 4),
     "model.layers.0.bias": torch.tensor([1.5, -2.0, 3.25]),
@@ -169,6 +174,73 @@ def test_a_flipped_bit_is_found_and_its_tensor_named(tmp_path: Path) -> None:
     mapped = MappedWeights(publication)
     with pytest.raises(WeightError, match=r"model\.safetensors: tensor 'model\.layers\.0\.bias', elements 0 to 2"):
         mapped.verify()
+
+
+def noted_checks(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None] = lambda: None) -> list[MappedWeights]:
+    checked: list[MappedWeights] = []
+    verify = MappedWeights.verify
+
+    def noted(mapped: MappedWeights) -> None:
+        checked.append(mapped)
+        before()
+        verify(mapped)
+
+    monkeypatch.setattr(MappedWeights, "verify", noted)
+    return checked
+
+
+def test_one_of_several_engines_of_a_node_verifies_and_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    may_end = threading.Event()
+    checked = noted_checks(monkeypatch, lambda: may_end.wait(NET_S) and None)
+    with ThreadPoolExecutor(4) as threads:
+        engines = [MappedWeights(publication) for _ in range(4)]
+        found = [threads.submit(engine.verify_once) for engine in engines]
+        assert not wait(found, 0.05).done
+        assert len(checked) == 1
+        may_end.set()
+        assert sorted(one.result(NET_S) for one in found) == [False, False, False, True]
+    assert MappedWeights(publication).verify_once() is False
+    assert len(checked) == 1
+
+
+def test_no_engine_loads_what_another_has_found_damaged(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    flip_byte(weights_file(publication), adapter_layout().place("model.layers.0.bias").offset + 5)
+    for _ in range(3):
+        with pytest.raises(WeightError, match=r"tensor 'model\.layers\.0\.bias'"):
+            MappedWeights(publication).verify_once()
+
+
+def test_a_version_that_is_written_again_is_verified_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = noted_checks(monkeypatch)
+    for change in (0, 0, 1):  # also if its bytes are the same
+        mapped = MappedWeights(
+            write_publication(tmp_path, 1, [(name, some + change) for name, some in TENSORS.items()])
+        )
+        assert mapped.verify_once()
+        del mapped
+    version_2 = MappedWeights(write_publication(tmp_path, 2, TENSORS.items()))
+    assert version_2.verify_once()
+    assert len(checked) == 4
+
+
+def test_a_note_of_another_file_or_manifest_counts_for_nothing(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    mapped = MappedWeights(publication)
+    for text in ("", f"{mapped.inode}", f"{mapped.inode + 1} {mapped.manifest.digest}", f"{mapped.inode} torn"):
+        (Path(publication.directory) / "verified").write_text(text)
+        assert mapped.verify_once()
+        assert not mapped.verify_once()
+
+
+def test_a_reclaimed_version_that_is_mapped_is_verified_all_the_same(tmp_path: Path) -> None:
+    mapped = MappedWeights(write_publication(tmp_path, 1, TENSORS.items()))
+    shutil.rmtree(mapped.manifest.directory)
+    assert mapped.verify_once()
+    assert mapped.verify_once()
 
 
 def test_every_single_bit_of_the_file_matters(tmp_path: Path) -> None:
