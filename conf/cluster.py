@@ -30,8 +30,9 @@ class ClusterConfig:
     """Place on nodes that lack the driver's model, checkpoint or code, for a copy while the run lasts. `null`: the
     temporary directory. A path that all nodes share needs no copies."""
     files_timeout_s: float = 1800.0
-    """Deadline for one model, checkpoint or folder of code to be on every node that reads it: 100 GB over 10 Gbit/s
-    take two minutes."""
+    """Deadline for one model, checkpoint or folder of code to be on every node that reads it, before actors are made.
+    100 GB over 10 Gbit/s take two minutes; 60 GB that each node fetches from the Hugging Face hub at 50 MB/s take
+    twenty. What has come stays in the node's cache (HF_HOME)."""
     wait_s: float = 0.0
     """Seconds that a run waits on a Ray cluster for room, also for nodes that are not there yet: `ray status` shows its
     request, for which the cluster's autoscaler brings nodes. Runs are served first come, first served. 0: a run that

@@ -175,7 +175,11 @@ class RolloutConfig:
     with rollout.engine=hf, or vLLM on GPUs."""
     start_timeout_s: float = 300.0
     """Deadline in seconds for members to be there, and one for them to load their models: an engine of 70B parameters
-    reads them from a disk within it. Bounds how long a member that hangs at the start goes unnoticed."""
+    reads them from a disk within it; a hub's model is fetched before (cluster.files_timeout_s). Bounds how long a
+    member that hangs at the start goes unnoticed."""
+    compile_timeout_s: float = 600.0
+    """Further seconds for an engine that compiles and captures graphs (enforce_eager=false). 600: vLLM takes one to
+    three minutes for large models, and far less once its cache (VLLM_CACHE_ROOT) has what it compiled."""
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
     max_error_share: float = 0.2
@@ -218,7 +222,7 @@ class RolloutConfig:
         check_bounds(
             self, "rollout",
             drain_s=0, tensor_parallel_size=1, max_concurrent_samples=1, max_pictures=0, num_gpus_per_worker=0,
-            num_threads=0, max_model_len=2, kv_cache_gib=POSITIVE, start_timeout_s=POSITIVE,
+            num_threads=0, max_model_len=2, kv_cache_gib=POSITIVE, start_timeout_s=POSITIVE, compile_timeout_s=0,
             generate_timeout_s=POSITIVE, max_error_share=(0, 1),
         )  # fmt: skip
         if not auto_or_number("rollout.gpu_memory_utilization", self.gpu_memory_utilization):
@@ -253,6 +257,11 @@ class RolloutConfig:
                     f"{what}: such engines cannot take publications, which are of whole weights. Use online "
                     f"quantization, one of {', '.join(QUANTIZED_ONLINE)}, of a model that is not quantized."
                 )
+
+    @property
+    def engine_start_s(self) -> float:
+        """Seconds for an engine to start: to load, and to compile where it does."""
+        return self.start_timeout_s + (0.0 if self.enforce_eager else self.compile_timeout_s)
 
     @property
     def capabilities(self) -> RolloutCapabilities:

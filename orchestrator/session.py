@@ -75,7 +75,7 @@ def started_fleet(asked: ResolvedRun, directory: RunDirectory) -> Iterator[Fleet
         agents = NodeAgents(directory.full_name, namespace_of(directory), run.config.cluster, spill_dir)
         fleet = Fleet(run.plan, run.config, run.flow, run.model_path, agents, with_store=False)
         try:
-            fleet.create()
+            fleet.create(partial(print, file=sys.stderr))
             fleet.start()
             yield fleet
         finally:

@@ -5,10 +5,14 @@ directory that its agent owns. What an agent does is in `workers/node/node_agent
 
 `NodeFiles` brings models, checkpoints and a user's code to the nodes that read them. A path stands for its content. A
 node where the same path has the same content (a shared file system) uses it; another gets a copy from the agents, each
-of which passes it on. In the other direction, what actors of other nodes write to the driver's disk is collected there.
+of which passes it on. A model of the hub is fetched by each node itself. In the other direction, what actors of other
+nodes write to the driver's disk is collected there.
 """
 
+import concurrent.futures
+import contextlib
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +22,14 @@ from typing import Any
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.cluster import ClusterConfig
-from penstock.conf.errors import WorkerDied
+from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.network.connection import Address, new_token
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.placement.nodes import this_node
 from penstock.orchestrator.cluster.ray_calls import answers, get_all, get_from_all
 from penstock.store.data.remote_rows import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
+from penstock.workers.node.hub_models import Fetched, cached_revision, may_be_hub_id
 from penstock.workers.node.node_actor import NodeAgentActor as Agent
 from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.node.node_transfers import FileSet
@@ -237,8 +242,15 @@ def waves(has: Collection[str], wants: Collection[str]) -> list[list[tuple[str, 
     return planned
 
 
+LOOK_S = 5.0
+"""Seconds between two lines about a model that nodes fetch."""
+
+
 class NodeFiles:
     """Lifecycle: `provide` for each path before the actors that read it are made, then `local`."""
+
+    tell: Callable[[str], None] = staticmethod(lambda line: None)
+    """Called with how far nodes are with a model of the hub."""
 
     def __init__(self, agents: NodeAgents, timeout_s: float) -> None:
         """`timeout_s`: deadline for one set of files to be everywhere."""
@@ -249,11 +261,15 @@ class NodeFiles:
     def provide(
         self, path: str, nodes: Collection[str], files_of: Callable[[Path], FileSet] = FileSet.of_model
     ) -> None:
-        """Bring a model, or what else `files_of` finds by its path, to nodes. Nothing happens for what is no path of
-        this machine, such as a model hub's id. Raises `ResourceError`, `DeadlineExceeded`."""
-        others = [node for node in nodes if self._is_elsewhere(node) and (node, path) not in self._places]
+        """Bring a model, or what else `files_of` finds by its path, to nodes. A model that is no path of this machine
+        is the hub's: each node fetches it. Raises `ResourceError`, `DeadlineExceeded`."""
         source = Path(path).expanduser().resolve()
-        if not others or not source.exists():
+        if not source.exists():
+            if files_of == FileSet.of_model and may_be_hub_id(path):
+                self._fetch(path, [node for node in nodes if (node, path) not in self._places])
+            return
+        others = [node for node in nodes if self._is_elsewhere(node) and (node, path) not in self._places]
+        if not others:
             return
         folder = source if source.is_dir() else source.parent
         files = files_of(source)
@@ -263,6 +279,28 @@ class NodeFiles:
             wanted = {target: (files, str(folder), self._facts_of(origin).address) for origin, target in wave}
             for target, place in self._wait("obtain", wanted).items():
                 self._places[target, path] = place if source.is_dir() else f"{place}/{source.name}"
+
+    def _fetch(self, name: str, nodes: Sequence[str]) -> None:
+        """Have nodes fetch a model of the hub at the same time, and tell how far they are."""
+        deadline, revision = time.monotonic() + self._timeout_s, cached_revision(name)
+        calls = self._calls("fetch_model", dict.fromkeys(nodes, (name, revision)))
+        under_way = [ref.future() for _, ref in calls]
+        while (left_s := deadline - time.monotonic()) > 0:
+            ended, pending = concurrent.futures.wait(under_way, min(LOOK_S, left_s), return_when="FIRST_EXCEPTION")
+            if not pending or any(call.exception() is not None for call in ended):
+                break
+            with contextlib.suppress(DeadlineExceeded):
+                asked = self._calls("fetched", dict.fromkeys(nodes, ()))
+                self.tell(fetched_text(name, get_all(asked, phase="ask for progress", timeout_s=LOOK_S)))
+        try:
+            places = get_all(calls, phase=f"fetch {name}", timeout_s=max(0.0, deadline - time.monotonic()))
+        except DeadlineExceeded:
+            late = ", ".join(call for (call, _), future in zip(calls, under_way, strict=True) if not future.done())
+            raise DeadlineExceeded(
+                f"{name} was not whole on every node within cluster.files_timeout_s={self._timeout_s:g} s: {late} "
+                "still fetches it. What has come stays in the node's cache: start again, or raise the key."
+            ) from None
+        self._places |= {(node, name): place for node, place in zip(nodes, places, strict=True)}
 
     @property
     def state(self) -> dict[tuple[str, str], str]:
@@ -305,6 +343,8 @@ class NodeFiles:
 
     def _is_elsewhere(self, node: str) -> bool:
         """Return whether the driver's paths may mean something else on a node."""
+        if {node} == self._agents.members.keys():  # the driver's, which has one as long as the run lives
+            return False
         memory = self._facts_of(node).memory
         return memory != self._facts_of(this_node()).memory
 
@@ -333,6 +373,16 @@ class NodeFiles:
             name, handle = self._agents.members[node]
             calls.append((name, getattr(handle, method).remote(*some)))
         return calls
+
+
+def fetched_text(name: str, nodes: Sequence[Fetched]) -> str:
+    """A line on how far nodes are with a model.
+
+    >>> fetched_text("Qwen/Qwen2.5-7B", [(3_000_000_000, 15_000_000_000), (0, 15_000_000_000), (0, 0)])
+    'fetching Qwen/Qwen2.5-7B: 3.0 of 30.0 GB'
+    """
+    come, missing = (sum(numbers) / 1e9 for numbers in zip(*nodes, strict=True))
+    return f"fetching {name}: {come:.1f} of {missing:.1f} GB"
 
 
 def _gone(node: str) -> WorkerDied:

@@ -173,9 +173,11 @@ async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float
         raise _late(name, phase, timeout_s) from None
 
 
-async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
-    """The results of several actor calls, in order. Raises the failure that explains the rest: one that may be a
-    consequence waits for the rest, at most `CAUSE_GRACE_S`."""
+async def answers(
+    calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float | Sequence[float]
+) -> list[Any]:
+    """The results of several actor calls, in order. `timeout_s`: of all, or of each. Raises the failure that explains
+    the rest: one that may be a consequence waits for the rest, at most `CAUSE_GRACE_S`."""
     tasks = [_future_of(ref) for _, ref in calls]
     wait = _Wait([name for name, _ in calls], phase, timeout_s)
     try:
@@ -269,17 +271,18 @@ def _outcome(task: "asyncio.Future[Any]", name: str, phase: str, timeout_s: floa
 
 
 def _late(name: str, phase: str, timeout_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.{_way_to_wait(phase)}")
+    return DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.{_way_to_wait(phase, name)}")
 
 
-def _way_to_wait(phase: str) -> str:
+def _way_to_wait(phase: str, name: str) -> str:
     """The key that gives processes more time to start, with what they may have waited for; empty for other phases."""
     if phase != START:
         return ""
     environment = ray.get_runtime_context().runtime_env if ray.is_initialized() else ()
     given = ", ".join(name for name in environment if not name.startswith("_"))
     made = f" Ray makes the job's runtime_env ({given}) on each node before the first process starts." if given else ""
-    return f"{made} Raise rollout.start_timeout_s if it needs longer."
+    compiling = ", or rollout.compile_timeout_s where it compiles," if name.startswith("Rollout-") else ""
+    return f"{made} Raise rollout.start_timeout_s{compiling} if it needs longer."
 
 
 async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:
@@ -304,7 +307,7 @@ async def in_thread(call: Callable[[], T], give_back: Callable[[T], Any]) -> T:
         raise
 
 
-def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -> list[Any]:
+def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float | Sequence[float]) -> list[Any]:
     """The results of calls as from `answers`, for synchronous callers."""
     calls = list(calls)
     futures: list[concurrent.futures.Future[Any]] = [ref.future() for _, ref in calls]
@@ -320,10 +323,12 @@ class _Wait:
     Lifecycle: wait for the `pending` ones while there are seconds `left_s`, then ask for the `results`.
     """
 
-    def __init__(self, names: Sequence[str], phase: str, timeout_s: float) -> None:
-        self._names, self._phase, self._timeout_s = names, phase, timeout_s
-        self._deadline = time.monotonic() + timeout_s
-        self._failing = False
+    def __init__(self, names: Sequence[str], phase: str, timeout_s: float | Sequence[float]) -> None:
+        """`timeout_s`: of all calls, or of each."""
+        self._names, self._phase, self._began = names, phase, time.monotonic()
+        self._timeouts = [timeout_s] * len(names) if isinstance(timeout_s, int | float) else list(timeout_s)
+        self._end = float("inf")
+        """The time at which a failure is raised that may be a consequence."""
 
     def pending(self, futures: Sequence[_F]) -> list[_F]:
         return [future for future in futures if not future.done()]
@@ -333,17 +338,20 @@ class _Wait:
         failures = self._failures(futures)
         if not self.pending(futures) or any(map(is_cause, failures)):
             return 0.0
-        if failures and not self._failing:
-            self._failing = True
-            self._deadline = min(self._deadline, time.monotonic() + CAUSE_GRACE_S)
-        return max(0.0, self._deadline - time.monotonic())
+        if failures:
+            self._end = min(self._end, time.monotonic() + CAUSE_GRACE_S)
+        shortest_s = min(limit for limit, future in zip(self._timeouts, futures, strict=True) if not future.done())
+        return max(0.0, min(self._end, self._began + shortest_s) - time.monotonic())
 
     def results(self, futures: Sequence[_F]) -> list[Any]:
         """Results in order. Raises what failed, or `DeadlineExceeded` naming the actors that did not answer."""
         failures = self._failures(futures)
-        late = [name for name, future in zip(self._names, futures, strict=True) if not future.done()]
-        if late and not failures:
-            raise _late(", ".join(late), self._phase, self._timeout_s)
+        calls = zip(self._timeouts, self._names, futures, strict=True)
+        left = [(limit_s, name) for limit_s, name, future in calls if not future.done()]
+        if left and not failures:
+            shortest_s = min(left)[0]
+            late = [name for limit_s, name in left if limit_s == shortest_s]
+            raise _late(", ".join(late), self._phase, shortest_s)
         if failures:
             raise cause_of(failures) from None
         return [future.result() for future in futures]

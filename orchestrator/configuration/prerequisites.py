@@ -31,6 +31,7 @@ from penstock.orchestrator.run_directory.run_place import try_place
 from penstock.workers.fresh_model import character_tokenizer, fresh_processor, model_config, vocabulary_size
 from penstock.workers.models.model_files import CONFIG, longest_context, longest_short_context, weight_files
 from penstock.workers.models.tokenizer import load_tokenizer
+from penstock.workers.node.hub_models import may_be_hub_id
 from penstock.workers.pictures.processor import PictureProcessor, auto_class
 from penstock.workers.reward.code import limits_of
 from penstock.workers.runtime.builds import check_build
@@ -146,7 +147,7 @@ def _is_local(path: str, key: str) -> bool:
     """Return whether a model is a directory of this machine. Raises `ModelError` for what can be no hub id either."""
     if Path(path).expanduser().exists():
         return True
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if not may_be_hub_id(path):
         raise ModelError(f"{key}={path}: there is no such directory.")
     return False
 

@@ -67,6 +67,7 @@ from penstock.orchestrator.observability.actor_logs import Logs
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import Sink
 from penstock.orchestrator.recovery.decisions import RunFaults
+from penstock.orchestrator.recovery.ended_ranks import naming_failures
 from penstock.orchestrator.recovery.resume import CheckpointReturn
 from penstock.orchestrator.recovery.takeover import (
     Handover,
@@ -161,14 +162,15 @@ class RunLifecycle:
                 return
             self._progress.phase(_starting_text(self._plan, self._config))
             began = time.monotonic()
-            fleet.create()
+            fleet.create(self._progress.phase)
             cpus, gpus = needed(self._plan)
             self._directory.event("placed", actors=fleet.reservation.assignment.titles, cpus=cpus, gpus=gpus)
             logs.meet(config.rollout.start_timeout_s)
             if is_elsewhere() and (all_limits := limits_of_code(config)):
                 for held in try_fences(fleet, all_limits):
                     self._progress.note(held)
-            fleet.start()
+            with naming_failures(fleet, self._directory):
+                fleet.start()
             try_threads(fleet, self._directory)
             self._directory.event("serving", seconds=round(time.monotonic() - began, 3))
             self._return.done()

@@ -118,7 +118,8 @@ def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None
     if not directory.cluster_file.is_file():
         raise CannotScale(f"{directory.path.name}: it has not started its actors yet. Ask again in a moment.")
     rollout = directory.read_config()["rollout"]
-    longest_s = PATIENCE_S + 2 * rollout["start_timeout_s"] + (rollout["drain_s"] if drain_s is None else drain_s)
+    start_s = rollout["start_timeout_s"] + (0 if rollout["enforce_eager"] else rollout.get("compile_timeout_s", 0))
+    longest_s = PATIENCE_S + 2 * start_s + (rollout["drain_s"] if drain_s is None else drain_s)
     with at_run(directory, "the controller") as found:
         import ray  # late: it reads its environment when it is imported
 

@@ -309,7 +309,7 @@ class StepLoop:
         await self._store.served(version, max_active)
         self._served = version
 
-    async def _republish(self, trained: int, failure: PenstockError) -> None:
+    async def _republish(self, trained: int, failure: Exception) -> None:
         """Publish the version of that step again, if it is not sealed, or part of the newest one is gone. Raises the
         failure where the newest is another version, which no rank has any more."""
         if self._unsealed is not None and not self._is_uncommitted(self._unsealed):
@@ -356,8 +356,11 @@ class StepLoop:
         if incarnation.ranks == self._num_restarts:
             await self._restarts.run(RANKS, partial(self._restart_ranks, failure))
 
-    async def _restart_ranks(self, failure: PenstockError) -> None:
+    async def _restart_ranks(self, failure: Exception) -> None:
         while True:
+            failure = await self._supervisor.named([name for name, _ in self._ranks], failure)
+            if not is_recoverable(failure):
+                raise failure
             trained = await self._replace_ranks(failure)
             try:
                 await self._republish(trained, failure)
@@ -367,7 +370,7 @@ class StepLoop:
                     raise
                 failure = another  # these ranks have failed as well
 
-    async def _replace_ranks(self, failure: PenstockError) -> int:
+    async def _replace_ranks(self, failure: Exception) -> int:
         """Start new ranks, with the state after the last committed step, which is returned. Raises the failure where
         that cannot be."""
         team = [name for name, _ in self._ranks] or self._fleet.teams(ROLE)[0]

@@ -76,7 +76,7 @@ def deadlines_of(role: str, config: RunConfig) -> dict[str, float]:
     sync_s = SYNC_PHASES * config.weights.phase_timeout_s
     deadlines = {STARTING: config.rollout.start_timeout_s}
     if role == "rollout":
-        return deadlines | {LOADING: sync_s}
+        return {STARTING: config.rollout.engine_start_s, LOADING: sync_s}
     if role == "trainer":
         checkpoint_s, step_s = config.checkpoint.timeout_s, config.trainer.step_timeout_s
         saving = dict.fromkeys((SAVING, RESUMING), checkpoint_s)

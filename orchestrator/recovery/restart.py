@@ -75,6 +75,7 @@ from penstock.orchestrator.cluster.ray_calls import (
     try_all,
 )
 from penstock.orchestrator.recovery.decisions import Restart, RunFaults
+from penstock.orchestrator.recovery.ended_ranks import named_failure
 from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.errors import StoreError, StoreUnreachable
@@ -426,6 +427,7 @@ class Supervisor:
             failure = await self._serve(team)
             if failure is None or self._leaving.intersection(team):
                 return
+            failure = await self.named(team, failure)
             if not is_recoverable(failure):
                 raise failure
             if self._closing:  # also one that came too late to serve at all
@@ -460,6 +462,10 @@ class Supervisor:
             await self._restarts.start_replacement(role, title, failure, start, tokens)
 
         await self._restarts.run(title, restart)
+
+    async def named(self, team: Sequence[str], failure: Exception) -> Exception:
+        """The failure of a team; where NCCL's watchdog has ended its ranks, under the name of what it says."""
+        return await named_failure(self._fleet, self._directory, team, failure)
 
     def close(self) -> None:
         """Replace no member from now on: they end because the store has closed."""

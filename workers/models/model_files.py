@@ -33,7 +33,7 @@ TEMPLATES = "additional_chat_templates"
 """Folder of the tokenizer's further chat templates, the only one that counts."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-SHARDS = "model-*-of-*.safetensors"
+SHARDS, BIN_SHARDS = "model-*-of-*.safetensors", "pytorch_model-*.bin"
 LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
     "max_sequence_length", "max_seq_length", "seq_len",
@@ -82,6 +82,17 @@ def model_files(directory: Path) -> list[str]:
     return sorted([*text_files(directory), *weight_files(directory)])
 
 
+def files_of_model(names: Iterable[str]) -> list[str]:
+    """Those of a repository's files that belong to its model, as `model_files` finds them in a directory. Shards count
+    by their names."""
+    names = list(names)
+    texts = [name for name in names if _is_text(name) or fnmatchcase(name, f"{TEMPLATES}/*.jinja")]
+    for patterns in ((SINGLE,), (INDEX, SHARDS), (BIN,), (BIN_INDEX, BIN_SHARDS)):
+        if patterns[0] in names:
+            return sorted([*texts, *(name for name in names if any(fnmatchcase(name, one) for one in patterns))])
+    return sorted(texts)
+
+
 def copy_texts(source: Path, target: Path) -> None:
     """Copy the files of a model but for its weights into a directory, under the same names. Raises `OSError`."""
     for name in text_files(source):
@@ -90,7 +101,7 @@ def copy_texts(source: Path, target: Path) -> None:
 
 
 def _is_text(name: str) -> bool:
-    return name != ADAPTER_CONFIG and any(fnmatchcase(name, pattern) for pattern in TEXTS)
+    return name != ADAPTER_CONFIG and "/" not in name and any(fnmatchcase(name, pattern) for pattern in TEXTS)
 
 
 def shard_name(number: int, count: int) -> str:

@@ -25,6 +25,7 @@ import ray
 from penstock.network.connection import Address
 from penstock.network.host import raise_limit
 from penstock.workers.node import node_agent
+from penstock.workers.node.hub_models import Fetched
 from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.protocols import Publication
@@ -93,6 +94,8 @@ class NodeOutput:
     def __init__(self) -> None:
         self._outputs: dict[str, list[_ProcessOutput]] = {}
         """Processes by name: several have had a name, one after the other."""
+        self._newest: dict[str, _ProcessOutput] = {}
+        """The last process of each name whose end nobody has asked for."""
 
     def take(self, processes: Mapping[str, ProcessId]) -> dict[str, Lines]:
         """Take the output of this node's members since the last call. `processes`: those that the caller knows of, by
@@ -101,6 +104,7 @@ class NodeOutput:
             known = self._outputs.setdefault(name, [])
             if all(one.process != process for one in known):
                 known.append(_ProcessOutput(process, _files_of(process)))
+                self._newest[name] = known[-1]
         found = {}
         for name in list(self._outputs):
             lines: Lines = []
@@ -116,6 +120,15 @@ class NodeOutput:
             if kept := [(stream, text) for stream, text in lines if text and not MARKERS.match(text)]:
                 found[name] = kept
         return found
+
+    def take_end(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The last lines of members, by name, `MOST_BYTES` of a file at most: once for each process, so that nothing
+        counts as the end of the next one. `take` is not affected."""
+        ends = {name: self._newest.pop(name) for name in names if name in self._newest}
+        return {
+            name: [line for file in one.files.values() for line in _OutputFile(file.path).end()]
+            for name, one in ends.items()
+        }
 
 
 def _files_of(process: ProcessId) -> dict[str, _OutputFile]:
@@ -270,6 +283,14 @@ class NodeAgentActor:
         """Return where this node has these files, once it has them. Raises `ResourceError`."""
         return await asyncio.to_thread(self._agent.files.obtain, files, Path(path), source)
 
+    async def fetch_model(self, name: str, revision: str | None) -> str:
+        """Return the directory of a hub's model, once this node has it. Raises `ResourceError`."""
+        return await asyncio.to_thread(self._agent.hub.fetch, name, revision)
+
+    async def fetched(self) -> Fetched:
+        """Bytes that have come of the model that is being fetched, and bytes that were missing."""
+        return await asyncio.to_thread(self._agent.hub.fetched)
+
     async def sees(self, path: str) -> bool:
         """Return whether this node has that path."""
         return await asyncio.to_thread(os.path.exists, path)
@@ -303,6 +324,15 @@ class NodeAgentActor:
         def take() -> dict[str, Lines]:
             with self._reading:
                 return self._output.take(processes)
+
+        return await asyncio.to_thread(take)
+
+    async def take_end(self, names: list[str]) -> dict[str, list[str]]:
+        """The last lines of this node's members that have died, by name; each process's are taken once."""
+
+        def take() -> dict[str, list[str]]:
+            with self._reading:
+                return self._output.take_end(names)
 
         return await asyncio.to_thread(take)
 

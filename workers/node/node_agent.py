@@ -35,6 +35,7 @@ from penstock.store.data import remote_rows
 from penstock.store.data.remote_rows import RowsServer
 from penstock.store.data.roots import OWNER_NAME, boot_id, claim_root, guard_root, remove_root, sweep_stale
 from penstock.workers.node import node_transfers
+from penstock.workers.node.hub_models import HubModels
 from penstock.workers.node.node_transfers import FileService, StateService
 from penstock.workers.runtime.processes import ProcessId, kill
 from penstock.workers.sandbox.execution import Limits
@@ -120,6 +121,7 @@ class NodeAgent:
             ) from None
         self._row_places = str(self.root / ROWS), f"{spill_dir or tempfile.gettempdir()}/{self.root.name}-rows"
         self.rows = RowsServer(self._row_places, takes_orders=True)
+        self.hub = HubModels()
         self.states = StateService(self.root / STATES, token)
         self.relay = Relay(self.root / WEIGHTS, node, token, CHUNKS) if self._owns_root else None
         try:

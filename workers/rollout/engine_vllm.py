@@ -76,13 +76,16 @@ from penstock.workers.protocols import (
 )
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.prompt_scores import PromptScores, check_call, needs_prompt_scores, response_room
-from penstock.workers.runtime.processes import SETTINGS
+from penstock.workers.runtime.processes import SETTINGS, compiled_folder
 from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, StreamPart
 from penstock.workers.weights.publication.publication_files import MappedWeights
 from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
 T = TypeVar("T")
 PHASE_KEY, START_KEY = "weights.phase_timeout_s", "rollout.start_timeout_s"
+COMPILE_KEY = "rollout.compile_timeout_s"
+VLLM_READY_S = 600
+"""Seconds that vLLM itself waits for its engine process, unless it is told otherwise."""
 WARMUP_SAMPLES = 8
 WARMUP_TOKENS = 4
 MOST_SCORES = 1 << 20
@@ -152,8 +155,9 @@ class VllmEngine:
     async def start(self) -> None:
         """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
         `DeadlineExceeded`."""
-        for what, call in (("start", self._create), ("warm-up", self._warm_up)):
-            await self._in_time(what, call(), self._config.start_timeout_s, START_KEY)
+        compiles = "" if self._config.enforce_eager else f" + {COMPILE_KEY}"
+        await self._in_time("start", self._create(), self._config.engine_start_s, START_KEY + compiles)
+        await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, START_KEY)
 
     async def generate(
         self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
@@ -816,6 +820,10 @@ def vllm_environment(spec: EngineSpec) -> Iterator[None]:
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     if Path(spec.model_path).is_dir():
         defaults["HF_HUB_OFFLINE"] = "1"
+    if (ready_s := math.ceil(spec.config.engine_start_s)) > VLLM_READY_S:
+        defaults["VLLM_ENGINE_READY_TIMEOUT_S"] = str(ready_s)  # its own deadline comes after ours
+    if folder := compiled_folder():
+        defaults["TORCHINDUCTOR_CACHE_DIR"] = folder  # of what torch compiles outside of vLLM's own cache
     values = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if spec.config.router_replay:
         values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that records experts

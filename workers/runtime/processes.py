@@ -220,3 +220,21 @@ def use_expandable_segments() -> None:
     then free that no tensor fits into. Before torch first uses the GPU. What the user has set stays."""
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = EXPANDABLE
+
+
+def compiled_folder() -> str | None:
+    """The directory where what torch compiles stays for later runs: below XDG_CACHE_HOME, or ~/.cache, where models of
+    the hub lie as well. torch's own default is the temporary directory, which containers and restarts empty. None: no
+    such directory may be written to."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "penstock" / "inductor"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # not ours, or there is no home
+        return None
+    return str(folder) if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def keep_compiled() -> None:
+    """Have torch keep what this process compiles in `compiled_folder`; TORCHINDUCTOR_CACHE_DIR of the user stays."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (folder := compiled_folder()) is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder

@@ -37,6 +37,9 @@ class RankSpec:
     """Digest of the processor of the run's pictures (`workers/pictures/`); None: the run is one of text."""
     origin: Origin | None = None
     """Origin of what the rank measures; None: measurements are not exported."""
+    records_root: str | None = None
+    """Directory of this node that NCCL's watchdog writes into what each rank called, before it ends one. None: torch's
+    own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ Light to import: the process that starts a run imports these classes; torch and 
 is made.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -38,7 +39,13 @@ from penstock.workers.protocols import (
     UpdateReport,
 )
 from penstock.workers.runtime.builds import check_torch_build, hide_gpus
-from penstock.workers.runtime.processes import ProcessId, prepare_for_torch, register, use_expandable_segments
+from penstock.workers.runtime.processes import (
+    ProcessId,
+    keep_compiled,
+    prepare_for_torch,
+    register,
+    use_expandable_segments,
+)
 from penstock.workers.runtime.serving import (
     EXPORTING,
     IDLE,
@@ -52,6 +59,7 @@ from penstock.workers.runtime.serving import (
     Progress,
 )
 from penstock.workers.runtime.url_files import SavedFile
+from penstock.workers.trainer.collective_errors import recorder_environment
 from penstock.workers.trainer.rank_spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_report import StepReport, TokenValues
 from penstock.workers.weights.engine_calls import ReceivingEngines, StreamedVersion
@@ -80,6 +88,7 @@ class _Rank:
         else:
             hide_gpus()
             prepare_for_torch()  # before torch is imported
+        keep_compiled()
         from penstock.workers.trainer import assembly
 
         self._assembly = assembly
@@ -104,10 +113,16 @@ class _Rank:
         self._meeting = Meeting(ray.util.get_node_ip_address())
         return self._meeting.address
 
-    def _use_nodes_interface(self) -> None:
+    def _prepare_collectives(self) -> None:
+        """Have process groups use the node's interface, and write what they called where the run looks for it. What the
+        user has set stays."""
         from penstock.workers.trainer.ranks import use_interface_of
 
         use_interface_of(ray.util.get_node_ip_address())
+        if (folder := self._spec.records_root) is not None and self._spec.num_ranks > 1:
+            os.makedirs(folder, exist_ok=True)
+            for name, value in recorder_environment(folder).items():
+                os.environ.setdefault(name, value)
 
     def _collective(self, name: str, ranks: "Ranks") -> AbstractContextManager[None]:
         """Name failures in the block: another rank's death is raised as `PartnerGone`, wherever this rank waits for
@@ -142,7 +157,7 @@ class Trainer(_Rank):
     def start(self, address: str | None) -> None:
         """Load the models and join the other ranks; one rank alone needs no address. Collective. Raises `ModelError`,
         `ConfigError`, `DeadlineExceeded` with the ranks that do not come."""
-        self._use_nodes_interface()
+        self._prepare_collectives()
         self._started = self._assembly.assemble_trainer(self._spec, address, self._phases, self._meters)
         self._phases.enter(IDLE)
 
@@ -410,7 +425,7 @@ class Scorer(_Rank):
 
     def start(self, address: str | None) -> None:
         """Start like `Trainer.start`."""
-        self._use_nodes_interface()
+        self._prepare_collectives()
         self._started = self._assembly.assemble_scorer(self._spec, address, self._phases)
         self._phases.enter(SERVING)
 

@@ -17,7 +17,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, replaces_members
 from penstock.metering.ray_export import Origin
 from penstock.orchestrator.cluster.fleet.member_table import MemberTable
-from penstock.orchestrator.cluster.node_agents import NodeFiles
+from penstock.orchestrator.cluster.node_agents import POLICY, NodeFiles
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, origin_of, reward_of
 from penstock.orchestrator.cluster.placement.assignment import bytes_published
 from penstock.orchestrator.cluster.placement.reservation import Reservation
@@ -27,6 +27,7 @@ from penstock.workers.agents.attempts import AttemptColumns
 from penstock.workers.agents.attempts_actor import Environments, EnvironmentSpec
 from penstock.workers.compute import Compute
 from penstock.workers.judge_pool import JudgeSpec
+from penstock.workers.node.node_agent import STACKS, STATES
 from penstock.workers.node.node_transfers import FileSet
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.prompts.prompts_actor import Prompts
@@ -75,16 +76,16 @@ class ActorMaker:
         reservation: Reservation,
         files: NodeFiles,
         threads_of: Callable[[ActorPlan], int],
-        states_root: str,
+        root: str,
     ) -> None:
-        """`threads_of`: returns the number of CPU threads of an engine or a rank. `states_root`: where the trainer's
-        ranks keep copies of their state."""
+        """`threads_of`: returns the number of CPU threads of an engine or a rank. `root`: the run's directory in shared
+        memory, on each node."""
         self._table, self._owner = table, table.owner
         self._config, self._flow, self._model_path = sources.config, sources.flow, sources.model_path
         self._namespace, self._resumed = sources.namespace, sources.resumed
         self.sources = sources
         self._reservation, self._files = reservation, files
-        self._threads_of, self._states_root = threads_of, states_root
+        self._threads_of, self._root = threads_of, root
 
     def bring_files(self) -> None:
         """Bring what actors read from the driver's disk to the nodes that they are on. Raises `ResourceError`,
@@ -222,6 +223,7 @@ class ActorMaker:
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self._config, self._flow.stage(str(actor.stage))
         assert stage.function is not None  # `Dataflow.check` has seen to it
+        states = f"{self._root}/{STATES}/{POLICY}"
         are_replaced = replaces_members(config) or not any(other.role == "rollout" for other in self._table.plan)
         return TrainerSpec(
             model_path=self.local(actor.name, self._model_path),
@@ -232,7 +234,7 @@ class ActorMaker:
             is_saved=bool(config.checkpoint.every_steps),
             checkpoint_timeout_s=config.checkpoint.timeout_s,
             phase_timeout_s=config.weights.phase_timeout_s,
-            memory_checkpoint_root=self._states_root if config.faults.keep_state and are_replaced else None,
+            memory_checkpoint_root=states if config.faults.keep_state and are_replaced else None,
             keeps_beside=config.keeps_beside,
             after_step=self._resumed.step if self._resumed is not None else 0,
             slot_rank=config.serve.slot_rank,
@@ -270,9 +272,10 @@ class ActorMaker:
             "temperature": config.rollout.sampling.temperature if self._flow.of_kind("rollout") else 1.0,
             "attention": config.model.attention,
             "engine_dtype": config.rollout.dtype,
+            "expands_segments": choose_transport(config) != "ipc",
             "picture_digest": self.sources.picture_digest,
             "origin": self._origin_of(actor),
-            "expands_segments": choose_transport(config) != "ipc",
+            "records_root": records_of(self._root, stage.name),
         }
 
     def _origin_of(self, actor: ActorPlan) -> Origin | None:
@@ -285,6 +288,11 @@ class ActorMaker:
 
     def _node_of(self, name: str) -> str:
         return self._reservation.assignment.node_of[name].id
+
+
+def records_of(root: str, stage: str) -> str:
+    """The directory on each node for what NCCL's watchdog writes of the ranks of a stage. `root`: the run's."""
+    return f"{root}/{STACKS}/{stage}"
 
 
 def is_exact(config: RunConfig, flow: Dataflow) -> bool:

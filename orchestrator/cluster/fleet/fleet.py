@@ -23,7 +23,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources, cores_here
 from penstock.orchestrator.cluster.fleet.capacity import Capacity
 from penstock.orchestrator.cluster.fleet.member_table import GANGS, Member, MemberTable
-from penstock.orchestrator.cluster.node_agents import POLICY, AgentsState, NodeAgents, NodeFiles, RelayNodes, StateNodes
+from penstock.orchestrator.cluster.node_agents import AgentsState, NodeAgents, NodeFiles, RelayNodes, StateNodes
 from penstock.orchestrator.cluster.owners import Owner, RunOwner
 from penstock.orchestrator.cluster.placement.actors import (
     ActorPlan,
@@ -51,7 +51,7 @@ from penstock.orchestrator.cluster.ray_calls import (
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.store.service.store_actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
-from penstock.workers.node.node_agent import STACKS, STATES, WEIGHTS
+from penstock.workers.node.node_agent import STACKS, WEIGHTS
 from penstock.workers.node.node_transfers import FileSet
 
 DEAD_S = 1.0
@@ -318,16 +318,17 @@ class Fleet(MemberTable):
             raise NotStarted("Nobody can join before the fleet's `create`.")
         return self._capacity
 
-    def create(self) -> None:
-        """Create every actor; models are not loaded yet."""
+    def create(self, tell: Callable[[str], None] = lambda line: None) -> None:
+        """Create every actor; models are on their nodes then, and not loaded yet. `tell`: called with how far nodes are
+        with a model that they fetch."""
         timeout_s = self.config.cluster.wait_s or self.config.rollout.start_timeout_s
         self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s, self.owner)
         nodes = self._reservation.assignment.nodes
         self.agents.create([(node.id, node.address) for node in nodes])
         self.cores = dict(self._cores_of(nodes))
         maker = self._make_parts()
-        if len(nodes) > 1:
-            maker.bring_files()
+        self._files.tell = tell
+        maker.bring_files()
         if self.store_process is not None:
             self.store_process.start(self.resumed.store if self.resumed is not None else None)
         if self.config.rollout.follows_cluster:
@@ -341,7 +342,7 @@ class Fleet(MemberTable):
         """Make what makes actors, once it is known where they go."""
         self._maker = ActorMaker(
             Sources(self.config, self.flow, self.model_path, self.namespace, self.resumed),
-            self, self.reservation, self._files, self._threads_of, f"{self.agents.root}/{STATES}/{POLICY}",
+            self, self.reservation, self._files, self._threads_of, self.agents.root,
         )  # fmt: skip
         self._capacity = Capacity(
             self, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace
@@ -393,7 +394,7 @@ class Fleet(MemberTable):
                 if len(team) > 1:
                     (address,) = get_all([_address(members)], phase="start", timeout_s=timeout_s)
                 calls += self._starts(members, address)
-            get_all(calls, phase="start", timeout_s=timeout_s)
+            get_all(calls, phase="start", timeout_s=[self._start_s(name) for name, _ in calls])
         if self.with_store:
             get_all(self._attaches(self.role("trainer")), phase="start", timeout_s=timeout_s)
         if self.resumed is not None:
@@ -422,7 +423,7 @@ class Fleet(MemberTable):
             address = None
             if len(names) > 1:
                 (address,) = await answers([_address(members)], phase="start", timeout_s=timeout_s)
-            await answers(self._starts(members, address), phase="start", timeout_s=timeout_s)
+            await answers(self._starts(members, address), phase="start", timeout_s=self._start_s(names[0]))
             if self.with_store and self.plan_of(names[0]).role == "trainer":
                 await answers(self._attaches(members), phase="start", timeout_s=timeout_s)
         except BaseException:
@@ -556,6 +557,11 @@ class Fleet(MemberTable):
     def _starts(self, members: Handles, address: str | None) -> Handles:
         """The members' calls of `start`. `address`: where several meet."""
         return [(name, handle.start.remote(*self._start_arguments(name, address))) for name, handle in members]
+
+    def _start_s(self, name: str) -> float:
+        """Seconds for a member to load, and for an engine to compile."""
+        rollout = self.config.rollout
+        return rollout.engine_start_s if self.plan_of(name).role == "rollout" else rollout.start_timeout_s
 
     def _start_arguments(self, name: str, address: str | None) -> tuple[Any, ...]:
         """Arguments of a member's `start`: where its gang meets, or the GPUs of ranks that an engine has."""

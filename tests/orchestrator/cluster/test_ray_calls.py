@@ -82,6 +82,28 @@ def test_a_consequence_alone_is_told_after_the_grace(kind: str, monkeypatch: pyt
 
 
 @KINDS
+def test_each_call_may_have_a_deadline_of_its_own(kind: str) -> None:
+    """A rank that loads for too long is noticed while an engine may still compile."""
+    late = [("Trainer-0", answering(after_s=None)), ("Rollout-0", answering(after_s=None))]
+    with pytest.raises(DeadlineExceeded, match=r"Trainer-0 did not answer within 0\.1 s\. Raise rollout\.start"):
+        _started(kind, late, [0.1, 600.0])
+    in_time = [("Trainer-0", answering(result="a")), ("Rollout-0", answering(after_s=0.2, result="b"))]
+    assert _started(kind, in_time, [30.0, 600.0]) == ["a", "b"]
+    with pytest.raises(DeadlineExceeded, match=r"Rollout-0 .* within 0\.1 s\..*or rollout\.compile_timeout_s"):
+        _started(kind, [("Rollout-0", answering(after_s=None))], [0.1])
+
+
+def _started(kind: str, calls: list[tuple[str, FakeRef]], limits: list[float]) -> list[Any]:
+    if kind == "sync":
+        return get_all(calls, phase="start", timeout_s=limits)
+
+    async def all_of() -> list[Any]:
+        return await answers(calls, phase="start", timeout_s=limits)
+
+    return asyncio.run(all_of())
+
+
+@KINDS
 def test_a_cause_waits_for_nobody(kind: str) -> None:
     with pytest.raises(DataError):
         wait(kind, [answering(after_s=None), answering(result=crossed(DataError("row 3")))])

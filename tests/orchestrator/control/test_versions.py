@@ -75,6 +75,9 @@ class Bed:
         self.said.append("replace")
         await asyncio.sleep(0.01)
 
+    async def named(self, team: list[str], failure: Exception) -> Exception:
+        return failure
+
     async def restarted(self, failure: Exception, incarnation: int) -> bool:
         return False
 

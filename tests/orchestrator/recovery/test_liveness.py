@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.faults import CheckpointConfig, FaultsConfig
+from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig
@@ -107,6 +108,13 @@ def test_a_phase_that_takes_longer_than_its_deadline_is_stuck(role: str, phase: 
     verdict = liveness.judge(2.0)
     assert verdict.state is VerdictKind.STUCK
     assert verdict.reason == f"{phase} for {deadline_s + 1:.0f} s, and {deadline_s:g} s are its deadline"
+
+
+def test_an_engine_that_compiles_has_longer_to_start_than_a_rank() -> None:
+    config = RunConfig(rollout=RolloutConfig(start_timeout_s=300.0, compile_timeout_s=600.0, enforce_eager=False))
+    assert deadlines_of("rollout", config)[STARTING] == 900.0
+    assert deadlines_of("trainer", config)[STARTING] == 300.0
+    assert deadlines_of("rollout", CONFIG)[STARTING] == CONFIG.rollout.start_timeout_s
 
 
 @pytest.mark.parametrize(

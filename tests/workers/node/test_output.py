@@ -1,6 +1,7 @@
 """What the processes of a node have printed."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.conf.errors import DeadlineExceeded
 from penstock.workers.node.node_actor import MOST_BYTES, NodeOutput
 from penstock.workers.runtime.processes import ProcessId
+from penstock.workers.trainer.collective_errors import watchdog_error
 
 TALKER = "import sys\nfor line in sys.stdin:\n  exec(line)\n  sys.stdout.flush(); print('done', file=sys.__stderr__)"
 
@@ -95,6 +98,24 @@ def test_a_flood_loses_its_middle_and_says_so(tmp_path: Path) -> None:
         [(_, first), *_, last] = output.take(there)["Rollout-0"]
     assert "bytes left out" in first
     assert last == ("out", "the end")
+
+
+@pytest.mark.real
+def test_the_end_of_an_aborted_rank_is_read_once_and_its_log_keeps_it(tmp_path: Path) -> None:
+    output = NodeOutput()
+    record = f"import os; os.environ['TORCH_FR_DUMP_TEMP_FILE'] = '{tmp_path}/record_'; os.dup2(1, 2)"
+    call = "from tests.workers.trainer.watchdog_text import end_as_the_watchdog_does; end_as_the_watchdog_does(0, 30)"
+    with talker(tmp_path) as process:
+        there = {"Trainer-policy-0": ProcessId.of(process.pid)}
+        output.take(there)
+        assert process.stdin is not None
+        process.stdin.write(f"{record}\n{call}\n")
+        process.stdin.close()
+        assert process.wait(60) == -signal.SIGABRT
+        ends = output.take_end(["Trainer-policy-0", "Trainer-policy-1"])
+        assert type(watchdog_error(["Trainer-policy-0", "Trainer-policy-1"], ends)) is DeadlineExceeded
+        assert output.take_end(["Trainer-policy-0"]) == {}, "not the end of the next one"
+    assert any("Watchdog caught" in line for _, line in output.take({})["Trainer-policy-0"])
 
 
 def test_a_process_of_another_machine_is_left_alone() -> None:

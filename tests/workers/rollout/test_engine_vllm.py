@@ -269,6 +269,17 @@ def test_experts_are_asked_of_vllm_and_read_from_the_layers_that_have_routers() 
     assert list(completion.routed_experts) == [0, 1, 4, 5, 6, 7, 10, 11, 12, 13, 16, 17]
 
 
+def test_vllms_own_deadline_comes_after_that_of_loading_and_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ENGINE_READY_TIMEOUT_S", raising=False)
+    compiles = RolloutConfig(start_timeout_s=300.0, compile_timeout_s=600.0, enforce_eager=False)
+    for config, ready in ((RolloutConfig(start_timeout_s=300.0), None), (compiles, "900")):
+        with vllm_environment(EngineSpec(config, "a-model")):
+            assert os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S") == ready
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "1200")
+    with vllm_environment(EngineSpec(compiles, "a-model")):
+        assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "1200"
+
+
 def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None:
     fresh = FreshModelConfig(num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=1)
     build_fresh_model(tmp_path, fresh, seed=0)

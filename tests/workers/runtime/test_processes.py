@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from penstock.workers.runtime.processes import ProcessId, kill
+from penstock.workers.runtime.processes import ProcessId, keep_compiled, kill
 
 PARENT = """
 import subprocess, sys, time
@@ -94,3 +96,22 @@ print(end_children(but=others), second.wait(10), first.poll(), end_children(), f
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
     assert done.stdout.split() == ["2", "-9", "None", "2", "-9"], done.stderr
+
+
+def test_what_is_compiled_stays_where_the_next_run_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "penstock" / "inductor")
+    assert cache_dir() == str(tmp_path / "penstock" / "inductor"), "torch takes it"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/user")
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user"
+
+
+def test_without_a_home_torch_keeps_its_own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compiled()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
