@@ -172,7 +172,8 @@ class TrainerConfig:
     full attention by sdpa, without trainer.compile and rollout.router_replay. always: every row, or an error that says
     why not. never: each row alone. Whole groups then go to one rank. Changes results by rounding."""
     dtype: str = "float32"
-    """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
+    """Compute dtype: float32 or bfloat16. Weights that are trained and their optimizer are float32 either way; those
+    that LoRA leaves as they are have this dtype."""
     freeze: list[str] = field(default_factory=lambda: [VISION])
     """Parts of the model that are not trained. vision: the vision tower, if the model has one. It is good before any
     post-training, and its features need not be recomputed for each version. Empty: the whole model is trained."""
@@ -180,6 +181,11 @@ class TrainerConfig:
     """True: keep master weights, gradients and optimizer states in host memory and step there: slower, for models that
     do not fit. Compute copies go to the GPU layer by layer with engine fsdp; with deepspeed one stays there. On CPUs it
     saves nothing."""
+    stay_on_device: bool | str = AUTO
+    """With placement=colocated on GPUs: True: weights and optimizer states stay on the GPU while engines generate, which
+    saves copying them over the bus twice a step. false: they leave it to the engine's keys and values. auto: true
+    where the GPU's memory is known (cluster.gpu_memory_gib) and has room for both, with keys and values for as many of
+    the longest sequences as an engine gets at once; else false."""
     activation_checkpointing: bool | str = AUTO
     """True: recompute each layer in backward: less memory, about a third more time. auto: on a GPU, unless
     micro-batches of 8,192 tokens fit without, and with activation_offload; on CPUs false."""
@@ -191,8 +197,8 @@ class TrainerConfig:
     compile: bool = False
     """True: compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first steps:
     once for several rows, and once where a micro-batch has only one. What was compiled is kept for the next run, in
-    TORCHINDUCTOR_CACHE_DIR (unset: in the temporary directory). Changes results by rounding. Not for ZeRO's stage 3,
-    nor for layers split over ranks."""
+    TORCHINDUCTOR_CACHE_DIR (unset: below ~/.cache). Changes results by rounding. Not for ZeRO's stage 3, nor for layers
+    split over ranks."""
     liger: bool = False
     """True: compute norms, rotary embeddings and gated activations by Liger's kernels (2410.10989): less memory, and
     faster. GPUs only; wants the package liger-kernel. Log-probabilities stay Penstock's own."""
@@ -239,8 +245,9 @@ class TrainerConfig:
         )  # fmt: skip
         if not auto_or_number("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch):
             at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
-        if isinstance(self.activation_checkpointing, str):
-            one_of("trainer.activation_checkpointing", self.activation_checkpointing, (AUTO,))
+        for key in ("activation_checkpointing", "stay_on_device"):
+            if isinstance(getattr(self, key), str):
+                one_of(f"trainer.{key}", getattr(self, key), (AUTO,))
         for key in ("tensor_parallel_size", "sequence_parallel_size"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
@@ -314,6 +321,11 @@ class TrainerConfig:
         """True if layers are recomputed in backward; as long as nobody has chosen, on GPUs."""
         chosen = self.activation_checkpointing
         return self.num_gpus_per_rank > 0 if isinstance(chosen, str) else chosen
+
+    @property
+    def stays_on_device(self) -> bool:
+        """True if states stay on the GPU while engines generate; as long as nobody has chosen, they do not."""
+        return self.stay_on_device is True
 
     @property
     def freezes_tower(self) -> bool:

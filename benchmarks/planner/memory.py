@@ -14,7 +14,7 @@ from benchmarks.planner.published_rows import FILE
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.rank_memory import RankSetting, rank_memory
+from penstock.orchestrator.configuration.rank_memory import MASTER, RankSetting, rank_memory
 from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.planner.hardware import KINDS, Nodes
 from penstock.planner.lengths import Lengths
@@ -73,7 +73,8 @@ def _peak(one: dict[str, Any], tokens: int) -> float:
         num_gpus_per_rank=1, dtype="bfloat16", activation_checkpointing=True, num_ranks=one["gpus"],
         lora=LoraConfig(rank=one["lora"]), logprob_chunk_mib=SLICE_BYTES * tokens / 2**20,
     )  # fmt: skip
-    return rank_memory(RankSetting(shape, config, tokens, tokens)).total / GIB
+    masters = (MASTER - 2) * shape.num_parameters / one["gpus"] if one["lora"] else 0.0  # of frozen weights, too
+    return (rank_memory(RankSetting(shape, config, tokens, tokens)).total + masters) / GIB
 
 
 def _fits(one: dict[str, Any]) -> dict[str, Any]:

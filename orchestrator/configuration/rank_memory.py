@@ -167,7 +167,7 @@ def _resident(setting: RankSetting) -> tuple[dict[str, float], float]:
     if not setting.is_trained:
         is_whole = setting.config.zero_stage in (1, 2)
         return {"weights": setting.num_parameters * b / (1 if is_whole else shards)}, 0.0
-    weights = MASTER * setting.num_parameters / shards
+    weights = _kept_weights(setting) / shards
     moments = MOMENTS * setting.num_trained / shards
     if setting.config.zero_stage:
         copies = b * setting.num_parameters / (shards if setting.config.zero_stage == 3 else 1)
@@ -177,6 +177,14 @@ def _resident(setting: RankSetting) -> tuple[dict[str, float], float]:
     if _is_offloaded(setting):
         return {}, weights + moments + MASTER * setting.num_trained / shards
     return {"weights": weights, "moments": moments}, 0.0
+
+
+def _kept_weights(setting: RankSetting) -> float:
+    """Bytes of all ranks' weights of one copy of a model that is trained: float32 masters. What LoRA leaves as it is
+    needs none."""
+    if setting.config.lora.rank:
+        return setting.element_bytes * setting.num_parameters + MASTER * setting.num_trained
+    return MASTER * setting.num_parameters
 
 
 def _is_offloaded(setting: RankSetting) -> bool:

@@ -30,11 +30,12 @@ from penstock.store.data.rows import Rows
 from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.protocols import AdamParams, Loss, Publication, UpdateReport
 from penstock.workers.runtime.host_memory import HostBuffer
-from penstock.workers.trainer.engines.lora import add_adapters, check_compiles
+from penstock.workers.trainer.engines.lora import add_adapters, check_compiles, keep_frozen_in
 from penstock.workers.trainer.engines.train_engine import (
     NOTHING_KEPT,
     HostActivations,
     KeptState,
+    give_back,
     learning_rate,
     make_engine,
 )
@@ -167,6 +168,7 @@ class PolicyTrainer:
             use_liger(self.model.lm)
         if self.trainable and config.lora.rank:
             weights.add(self._add_adapters())
+            keep_frozen_in(self.model.lm, getattr(torch, config.dtype))
         watched = self.trainable and config.router_aux_loss_coef > 0
         self.routers = Routers(self.model.lm) if watched else None
         if config.compile:
@@ -425,6 +427,15 @@ class PolicyTrainer:
         """Come back to the device after an engine has used it. Does nothing on a CPU."""
         if self.ranks.device.type != "cpu":
             self.engine.take_device()
+
+    def free_device(self) -> None:
+        """Release what only computing needs of the device; weights and optimizer states stay. Does nothing on a
+        CPU."""
+        if self.routers is not None:
+            self.routers.follow(None)
+        if self.ranks.device.type != "cpu":
+            self.engine.free()
+            give_back(self.ranks.device)
 
     def leave_device(self, kept: KeptState = NOTHING_KEPT) -> None:
         """Make room for an engine on the same device, as soon as a checkpoint has copied what it needs. Does nothing on

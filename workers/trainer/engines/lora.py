@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
 from penstock.workers.trainer.engines.mesh import gathered, local
-from penstock.workers.trainer.models.starting_weights import take_weights
+from penstock.workers.trainer.models.starting_weights import replace_parameters, take_weights
 from penstock.workers.weights.checkpoint_form import stacked_experts
 from penstock.workers.weights.publication.adapter import (
     FILE_NAME,
@@ -110,6 +110,16 @@ def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
     if isinstance(head, nn.Module):
         head.requires_grad_(True)
     return values
+
+
+def keep_frozen_in(lm: Any, dtype: torch.dtype) -> None:
+    """Have what is not trained in this dtype, in which it is computed with: it needs no master that small steps add up
+    in. `lm`: without weights. Adapters and heads stay in float32."""
+    replace_parameters(
+        lm,
+        lambda _, parameter: not parameter.requires_grad,
+        lambda _, parameter: nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False),
+    )
 
 
 def check_compiles(lm: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,7 @@ from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication
+from penstock.workers.trainer import policy_trainer
 from penstock.workers.trainer.engines.lora import hf_name, is_adapter
 from penstock.workers.trainer.models.language_model import load_causal_lm
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
@@ -76,6 +78,44 @@ def test_only_adapters_are_trained_and_only_they_have_optimizer_state(
     assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
     assert names == {name for name, _ in trainer.model.lm.named_parameters() if is_adapter(name)}
     assert len(trainer.engine.optimizer.state) == len(names) == 2 * 2 * 7
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_what_is_frozen_is_kept_in_the_dtype_that_it_is_computed_with(model_path: str, scalar: bool) -> None:
+    for dtype in ("bfloat16", "float32"):
+        trainer = (ScalarTrainer if scalar else PolicyTrainer)(TrainerConfig(lora=LORA, dtype=dtype), model_path)
+        for name, parameter in trainer.model.lm.named_parameters():
+            wanted = torch.float32 if is_adapter(name) or "score" in name else getattr(torch, dtype)
+            assert parameter.dtype == wanted, name
+        trainer.close()
+
+
+def test_training_in_bfloat16_needs_no_float32_of_what_is_frozen(
+    make_trainer: Make, make_rows: MakeRows, weights_of: Weights, model_path: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The same updates bit for bit as with float32 masters of everything, also as published and saved."""
+    path = tmp_path / "model"
+    shutil.copytree(model_path, path)
+    stored = load_file(path / "model.safetensors")
+    in_bfloat16 = {name: weight.bfloat16() for name, weight in stored.items()}
+    save_file(in_bfloat16, path / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for masters in (True, False):
+        if masters:
+            monkeypatch.setattr(policy_trainer, "keep_frozen_in", lambda *_: None)
+        trainer = trained(make_trainer, make_rows, path=str(path), dtype="bfloat16")
+        dtypes = {parameter.dtype for parameter in trainer.model.lm.parameters()}
+        assert (torch.bfloat16 in dtypes) != masters
+        state = {piece.name: piece.values.clone() for piece in trainer.engine.state()}
+        trainer.export(str(tmp_path / f"exported {masters}"))
+        exported = load_file(tmp_path / f"exported {masters}" / "model.safetensors")
+        merged = {name: weight.float() for name, weight in weights_of(trainer).items()}
+        found.append((state, merged, exported))
+        monkeypatch.undo()
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_what_is_published_is_what_peft_merges(
