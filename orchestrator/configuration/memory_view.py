@@ -22,7 +22,7 @@ from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
 from penstock.orchestrator.cluster.placement.assignment import Assignment
 from penstock.orchestrator.cluster.placement.nodes import Node, titles
 from penstock.orchestrator.cluster.ray_cluster import count_local_gpus
-from penstock.orchestrator.configuration.model_shape import KNOWN, TOWERS, ModelShape, fresh_shape
+from penstock.orchestrator.configuration.model_shape import ModelShape, fresh_shape
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
 from penstock.orchestrator.configuration.rank_memory import PARTS
 from penstock.orchestrator.configuration.resolved import ResolvedRun
@@ -88,10 +88,14 @@ def _of_this_machine() -> float | None:
 
 
 def _read(path: str, may_fetch: bool) -> ModelShape | None:
-    """The sizes that a config.json says; None where there is none, or it says something else. `check_model` refuses a
-    directory that is no model."""
+    """The sizes that a config.json says; None where there is none, or transformers makes no model of it. `check_model`
+    refuses a directory that is no model."""
     values = _config_of(path, may_fetch)
-    return None if values is None else ModelShape.of(values)
+    if values is None or (shape := ModelShape.of(values)) is not None:
+        return None if values is None else shape
+    from penstock.orchestrator.configuration.measured_shape import measured_shape  # late: all else needs no torch
+
+    return measured_shape(values)
 
 
 def _why_unknown(config: RunConfig, may_fetch: bool) -> str:
@@ -100,8 +104,8 @@ def _why_unknown(config: RunConfig, may_fetch: bool) -> str:
     values = _config_of(path, may_fetch)
     if values is None:
         return f"unknown: {path} has no config.json on this machine"
-    kind, known = values.get("model_type"), ", ".join(dict.fromkeys((*KNOWN, *TOWERS)))
-    return f"unknown: the estimate does not know the sizes of this model of type {kind!r} (known types: {known})"
+    kind = values.get("model_type")
+    return f"unknown: {path} is of type {kind!r}, of which transformers makes no decoder with attention by heads"
 
 
 def _config_of(path: str, may_fetch: bool) -> Mapping[str, Any] | None:

@@ -2,7 +2,7 @@
 
 Known are decoders of one kind: attention by heads, then a gated MLP or experts that are gated MLPs, as Llama, Mistral,
 Mixtral, Qwen2 and Qwen3 are, and the text of the families of vision models (`workers/pictures/processor.py`) with their
-towers. Others have None for a shape: no figure is better than a wrong one.
+towers. Other models are made and counted (`measured_shape.py`).
 
     patch [C] ─▶ embedding ─▶ blocks: norm, attention, norm, MLP ─▶ merger: norm, two products ─▶ a feature of [H]
 
@@ -11,16 +11,40 @@ A tower's activations are an estimate: one operation after the other, as `rank_m
 Legend: C numbers of a patch, D width of the tower, I width of its MLP, M patches of a feature, H hidden of the text.
 """
 
+import contextlib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import ALL_LINEAR
 from penstock.workers.fresh_model import FAMILY, vision_config, vocabulary_size
-from penstock.workers.models.model_files import longest_context
+from penstock.workers.models.model_files import CONFIG, longest_context
 
 FLOAT32 = 4
+
+
+def read_config(path: str, *, may_fetch: bool = False) -> Mapping[str, Any] | None:
+    """The config.json of a model; None where there is none, or it says something else. `path`: a directory, or the name
+    of a model of the hub, in the cache or, with `may_fetch`, fetched."""
+    values: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        directory = Path(path).expanduser()
+        file = directory / CONFIG if directory.is_dir() else _of_hub(path, may_fetch)
+        values = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
+    return values if isinstance(values, Mapping) else None
+
+
+def _of_hub(name: str, may_fetch: bool) -> str | None:
+    """The config.json of a hub's model in the cache."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if may_fetch:
+        return str(hf_hub_download(name, CONFIG))
+    found = try_to_load_from_cache(name, CONFIG)
+    return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,23 @@ KNOWN = ("llama", "mistral", "mixtral", *WITH_QKV_BIAS, *WITH_HEAD_NORMS)
 
 
 @dataclass(frozen=True)
+class MeasuredParts:
+    """What was counted of a model whose layers are of no kind that is known here."""
+
+    layer_parameters: int
+    """Mean of all layers."""
+    root_parameters: int
+    linear: tuple[tuple[str, int], ...]
+    """Inputs and outputs of linear layers, of all layers together, by the last parts of their names."""
+    kept_bfloat16: float
+    """Mean bytes that a layer keeps of a token for backward; 0: not measured."""
+    kept_float32: float
+
+    def kept(self, element_bytes: int) -> float:
+        return self.kept_bfloat16 if element_bytes == 2 else self.kept_float32
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Numbers of one decoder. Widths are of all heads together."""
 
@@ -129,6 +170,8 @@ class ModelShape:
     """Longest sequence, in tokens; None: not said."""
     tower: TowerShape | None = None
     """The vision tower; None: the model reads text only."""
+    measured: MeasuredParts | None = None
+    """What was counted, which stands before the formulas; None: formulas are exact."""
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> "ModelShape | None":
@@ -185,6 +228,8 @@ class ModelShape:
     @property
     def mlp_parameters(self) -> int:
         """Parameters of one layer's MLP, or of all of its experts and their router."""
+        if self.measured is not None:
+            return self.measured.layer_parameters - self.attention_parameters - self.norm_parameters
         one = 3 * self.hidden * self.mlp_width
         return self.num_experts * (one + self.hidden) if self.num_experts else one
 
@@ -204,6 +249,8 @@ class ModelShape:
     @property
     def root_parameters(self) -> int:
         """Parameters outside of the layers: embedding, last norm, output layer."""
+        if self.measured is not None:
+            return self.measured.root_parameters
         return self.head_parameters * (1 if self.is_tied else 2) + self.hidden
 
     @property
@@ -218,6 +265,9 @@ class ModelShape:
     def adapter_parameters(self, rank: int, targets: Sequence[str] | None = None) -> int:
         """Parameters of LoRA's A and B around what is named so, by the last parts of names; None: around all linear
         layers but the head. Experts, which are no linear layers, only by name."""
+        names = {ALL_LINEAR} if targets is None else {target.rpartition(".")[2] for target in targets}
+        if self.measured is not None:
+            return rank * sum(width for name, width in self.measured.linear if name in names or ALL_LINEAR in names)
         widths = {
             "q_proj": self.hidden + self.q_width,
             "k_proj": self.hidden + self.kv_width,
@@ -226,7 +276,6 @@ class ModelShape:
         }
         if not self.num_experts:
             widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden + self.mlp_width)
-        names = {ALL_LINEAR} if targets is None else {target.rpartition(".")[2] for target in targets}
         chosen = [width for name, width in widths.items() if name in names or ALL_LINEAR in names]
         of_experts = self.num_experts * sum(num_in + num_out for num_in, num_out in self._stacks(names))
         return self.num_layers * rank * (sum(chosen) + of_experts)

@@ -352,6 +352,8 @@ def _offloaded_activations(setting: RankSetting) -> float:
 def layer_saved(setting: RankSetting) -> float:
     """Bytes that one layer keeps."""
     shape, b, parts = setting.shape, setting.element_bytes, setting.config.tensor_parallel_size
+    if shape.measured is not None and (kept := shape.measured.kept(b)):
+        return setting.local_tokens * kept
     norms = 2 * (_norm(setting) + b) * shape.hidden
     attention = b * 2 * (shape.q_width + shape.kv_width) + FLOAT32 * shape.heads
     if shape.has_head_norms:

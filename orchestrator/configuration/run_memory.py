@@ -82,7 +82,7 @@ def engine_memory(shape: ModelShape, config: RolloutConfig, gpu_bytes: float, sh
     b = 2 if config.dtype == "bfloat16" else 4
     parts = config.tensor_parallel_size
     weights = b * shape.num_parameters / parts
-    cache_token = _cache_bytes(config, b) * shape.cache_elements / min(parts, shape.kv_width // shape.head_dim)
+    cache_token = _cache_bytes(config, b) * shape.cache_elements / min(parts, max(1, shape.kv_width // shape.head_dim))
     step = _step(shape, config, b)
     if not gpu_bytes:
         return EngineMemory(weights, step, config.kv_cache_gib * 2**30, cache_token)
@@ -103,7 +103,7 @@ def _cache_bytes(config: RolloutConfig, b: int) -> int:
 
 
 GIB = 2**30
-PROCESS_BYTES = GIB
+PROCESS_BYTES = 2 * GIB
 """Estimate of what each process takes on a GPU beside its tensors: CUDA's context, kernels, and buffers of NCCL and
 cuBLAS."""
 ASLEEP_BYTES = GIB
@@ -325,8 +325,6 @@ BUFFERS = 2 * 64 * 2**20
 """Bytes of a rank's two buffers, through which weights come from its GPU."""
 PROCESS = GIB
 """Estimate of a process that has imported torch or vLLM."""
-PINNED_ROUNDING = 2
-"""Largest factor by which torch rounds page-locked memory up: each piece to a power of two."""
 WITH_TORCH = ("trainer", "scorer", "rollout")
 
 
@@ -402,10 +400,10 @@ def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPar
     parts.append(HostPart("weights and optimizer (trainer.offload)", PINNED, offloaded))
     waiting = num_ranks * max((one.activations_on_host for one in memory.trained), default=0.0)
     name, key = "activations (trainer.activation_offload), at most", "trainer.activation_offload=false"
-    parts.append(HostPart(name, PINNED, PINNED_ROUNDING * waiting, key, True))
-    if config.placement == "colocated" and on_gpus:
-        left = num_ranks * memory.resident_bytes
-        parts.append(HostPart("ranks, while engines have the GPUs", MEMORY, left, "placement=disaggregated"))
+    parts.append(HostPart(name, PINNED, waiting, key, True))
+    if config.placement == "colocated" and on_gpus and not config.trainer.stays_on_device:
+        left, place = num_ranks * memory.resident_bytes, MEMORY if config.trainer.zero_stage else PINNED
+        parts.append(HostPart("ranks, while engines have the GPUs", place, left, "placement=disaggregated"))
     return parts
 
 

@@ -161,7 +161,7 @@ def test_activations_that_wait_on_the_host_are_its_and_layers_are_recomputed(vie
     assert there.activations_on_host == 0
     assert waits.total < there.total - 0.8 * inputs
     parts = {part.name: (part.place, part.num_bytes) for part in host_parts(memory_of(shown), shown.plan)}
-    at_most = 2 * 8 * waits.activations_on_host
+    at_most = 8 * waits.activations_on_host
     assert parts["activations (trainer.activation_offload), at most"] == ("pinned", at_most)
 
 
@@ -204,9 +204,9 @@ def test_a_gpu_holds_a_rank_an_engine_and_a_scorer_in_turns(view: Callable[..., 
     memory.check()
     scorer, engine = memory.ranks["Scorer-reference"], memory.engine
     assert engine is not None
-    trains = memory.rank_bytes + 4 * GIB  # contexts of the three processes, and what an engine keeps that sleeps
-    loads = memory.resident_bytes + engine.weights + 4 * GIB
-    generates = engine.total + scorer.total + 3 * GIB
+    trains = memory.rank_bytes + 7 * GIB  # three processes, and what an engine keeps that sleeps
+    loads = memory.resident_bytes + engine.weights + 7 * GIB
+    generates = engine.total + scorer.total + 6 * GIB
     assert memory.peaks() == {"rank, engine and scorer, in turns": max(trains, loads, generates)}
     assert generates <= 0.93 * 79 * GIB
     alone = memory_of(view(model, *words)).engine
@@ -224,7 +224,7 @@ def test_an_engine_whose_share_leaves_no_room_for_a_scorer_is_refused(view: Call
 def test_weights_in_gpu_memory_leave_rank_engine_and_scorer_there_together(view: Callable[..., MemoryView]) -> None:
     memory = memory_of(view(SMALL, *SHARED_GPU, KL, "weights.transport=ipc"))
     scorer, bucket = memory.ranks["Scorer-reference"].total, memory.config.weights.bucket_mib * 2**20
-    together = memory.rank_bytes + memory.engine_bytes + scorer + 2 * GIB + bucket
+    together = memory.rank_bytes + memory.engine_bytes + scorer + 4 * GIB + bucket
     assert memory.peaks() == {"rank, engine and scorer together": together}
 
 
@@ -316,7 +316,7 @@ def test_a_node_that_no_actor_with_a_gpu_may_get_says_nothing(view: Callable[...
 def test_a_model_of_another_kind_is_no_fault(view: Callable[..., MemoryView], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "OTHER", {"model_type": "mamba"}, raising=False)
     shown = view("OTHER")
-    assert "model of type 'mamba' (known types: llama, " in shown.summary()
+    assert "is of type 'mamba', of which transformers makes no decoder" in shown.summary()
     assert shown.devices() is None
 
 
