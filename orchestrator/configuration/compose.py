@@ -37,7 +37,7 @@ from penstock.orchestrator.configuration.overrides import (
     unresolved,
     wrong_type,
 )
-from penstock.orchestrator.configuration.recipes import Recipe, find_recipe, load_file, own_keys
+from penstock.orchestrator.configuration.recipes import GPUS, Recipe, find_recipe, load_file, own_keys
 from penstock.orchestrator.configuration.values import literal
 from penstock.workers.prompts.data_names import has_splits, names_files, names_split
 from penstock.workers.user_code import with_file
@@ -107,9 +107,11 @@ def compose_run(words: list[Override], algorithm: type[AlgorithmConfig] | None =
 
 def given_keys(config: RunConfig) -> frozenset[str]:
     """Keys that the user has set: words, a recipe of one's own, and those that `plan=auto` chooses where a program has
-    changed them since. Of a configuration that was made in Python these are all that differ from the defaults."""
+    changed them since. Of a configuration that was made in Python these are all that differ from the defaults, but for
+    a whole GPU of each actor: it says no more than that the run is for GPUs."""
     keys, loaded = vars(config).get(_GIVEN) or (frozenset(), _planned_values(RunConfig()))
-    return frozenset(keys) | {key for key, value in _planned_values(config).items() if value != loaded[key]}
+    changed = {key: value for key, value in _planned_values(config).items() if value != loaded[key]}
+    return frozenset(keys) | {key for key, value in changed.items() if not (key in GPUS and value == 1)}
 
 
 def _planned_values(config: RunConfig) -> dict[str, Any]:

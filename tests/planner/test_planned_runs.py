@@ -258,7 +258,7 @@ def test_what_a_python_program_changes_stays(machines: Machines, started: list[R
     with pytest.raises(Checked):
         penstock.run(config)
     assert started[0].trainer.num_ranks == 2
-    made = RunConfig(rollout=RolloutConfig(num_workers=3), trainer=TrainerConfig(num_ranks=5))
+    made = RunConfig(rollout=RolloutConfig(num_workers=3), trainer=TrainerConfig(num_ranks=5, num_gpus_per_rank=1))
     assert given_keys(made) == {"rollout.num_workers", "trainer.num_ranks"}
 
 
