@@ -204,8 +204,8 @@ class RollCall:
         """`actors`: returns the present handles by name. `node_of`: the node of an actor, by its name."""
         self._actors, self._agents, self._node_of, self._many = actors, agents, node_of, many
         self._seen: tuple[dict[str, Any], dict[str, tuple[str, Any]]] = {}, {}
-        """Actors and agents, as they were when `_neighbours` was made."""
-        self._neighbours: dict[str, dict[str, Any]] = {}
+        """Actors and agents, as they were when `_members_by_node` was made."""
+        self._members_by_node: dict[str, dict[str, Any]] = {}
         """Handles of the actors on each node, by node and name."""
         self._told: dict[str, tuple[Any, dict[str, Any]]] = {}
         """Agent of each node, and the actors there that it knows, by node."""
@@ -224,11 +224,11 @@ class RollCall:
 
     async def _by_agents(self, members: Handles, method: str, phase: str, timeout_s: float) -> dict[str, Any]:
         """Answers that agents have brought, by the member's name."""
-        self._update_neighbours()
+        self._update_members_by_node()
         wanted = dict(members)
         asked: dict[str, tuple[Any, dict[str, Any]]] = {}
         calls = []
-        for node, handles in self._neighbours.items():
+        for node, handles in self._members_by_node.items():
             name, agent = self._agents.members[node]
             names = [one for one, handle in handles.items() if wanted.get(one) is handle]
             if not names:
@@ -243,15 +243,15 @@ class RollCall:
                 found |= said
         return found
 
-    def _update_neighbours(self) -> None:
+    def _update_members_by_node(self) -> None:
         seen = dict(self._actors()), dict(self._agents.members)
         if seen == self._seen:
             return
-        self._seen, self._neighbours = seen, {}
+        self._seen, self._members_by_node = seen, {}
         self._told = {node: told for node, told in self._told.items() if node in self._agents.members}
         for name, handle in seen[0].items():
             if (node := self._node_of(name)) in self._agents.members:
-                self._neighbours.setdefault(str(node), {})[name] = handle
+                self._members_by_node.setdefault(str(node), {})[name] = handle
 
 
 LEAST_GRACE_S = 5.0
