@@ -248,13 +248,13 @@ def try_threads(fleet: Fleet, directory: RunDirectory) -> None:
     found = shared_nodes(fleet.plan, fleet.reservation.assignment, fleet.cores)
     for node, members in found.items():
         if node not in fleet.trials:
-            fleet.trials[node] = _try_node(fleet, node, members)
+            fleet.trials[node] = _try_thread_counts(fleet, node, members)
     if found:
         get_all(thread_calls(fleet), phase=PHASE, timeout_s=fleet.config.rollout.start_timeout_s)
         write_trials(directory, fleet.trials)
 
 
-def _try_node(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Trial:
+def _try_thread_counts(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Trial:
     """Try on one node. `members`: an engine, and the ranks there. Ranks on other nodes compute along, as always."""
     engine, ranks = members[0], members[1:]
     config, timeout_s = fleet.config, fleet.config.rollout.start_timeout_s
