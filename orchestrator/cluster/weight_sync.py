@@ -119,7 +119,7 @@ class WeightRelays:
         self._reached = self._nodes.agents_of(self._receivers if self._crosses_nodes else self._used)
 
     @property
-    def is_unreachable(self) -> bool:
+    def needs_republication(self) -> bool:
         """True if the newest version cannot be brought to where it is not yet: a node that it comes from has left, or
         the ranks that are there now have another plan."""
         return self._is_outdated or bool(self.lost_sources)
@@ -293,9 +293,9 @@ class WeightSync:
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
 
     @property
-    def is_unreachable(self) -> bool:
+    def needs_republication(self) -> bool:
         """True if the newest version cannot be brought to where it is not yet, unless it is published again."""
-        return self._relays is not None and self._relays.is_unreachable
+        return self._relays is not None and self._relays.needs_republication
 
     @property
     def has_lost_source(self) -> bool:

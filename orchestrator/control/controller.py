@@ -230,7 +230,7 @@ class Controller:
                 return
         await self._loop.publish(self._before)
         await self._loop.load(await self._loop.seal())
-        await self._loop.serve(self._before)
+        await self._loop.report_served(self._before)
 
     def _report_copies_ended(self, reason: str) -> None:
         self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
@@ -270,7 +270,7 @@ class Controller:
         phases["publish"] += time.monotonic() - started
         phases["publish"] += await self._loop.load(delivery)
         evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts of the next come after it
-        await self._loop.serve(step, self._pace.max_active_groups)
+        await self._loop.report_served(step, self._pace.max_active_groups)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)
         self._journal.written(step)

@@ -5,8 +5,8 @@ and restarts the ranks where one of them is lost on the way.
     commit    all copies are there, on second nodes too ─▶ journal ─▶ the store hears of it: the rows of the step end
     publish   ranks write version n ─▶ they are free
     seal      all of it is written: step n + 1 may be committed
-    load      every engine loads it        serve ─▶ the store may admit prompts
-    recover   a call failed ─▶ is it the store? ─▶ kill all ranks ─▶ store.settle: which step was committed last?
+    load      every engine loads it        report_served ─▶ the store may admit prompts
+    recover   a call failed ─▶ is it the store? ─▶ kill all ranks ─▶ take_back_batch: which step was committed last?
                                                                         │
               the newest version is whole ◀─ connect ◀─ its copies ◀─ new ranks
 
@@ -89,8 +89,8 @@ class StepAttempt:
 
 
 class StepLoop:
-    """Lifecycle: for each step `make`, `publish`, `seal`, `load` and `serve`, one after the other. The next step may be
-    made once the version is published. Other calls of the ranks go through `retry`."""
+    """Lifecycle: for each step `make`, `publish`, `seal`, `load` and `report_served`, one after the other. The next
+    step may be made once the version is published. Other calls of the ranks go through `retry`."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class StepLoop:
             self._directory.timeline.span(name, "load weights", start, end, version=delivery.version)
         return seconds
 
-    async def serve(self, version: int, max_active: int | None = None) -> None:
+    async def report_served(self, version: int, max_active: int | None = None) -> None:
         """Tell the store that every engine serves a version. `max_active`: see `StoreClient.served`."""
         await self._store.served(version, max_active)
         self._served = version
@@ -316,7 +316,7 @@ class StepLoop:
             if trained != self._unsealed:
                 raise failure
             await self._weights.begin(trained)  # `seal` waits for the rest
-        elif not self._weights.is_unreachable:
+        elif not self._weights.needs_republication:
             return
         elif self._loading is None:
             if trained == self._served:  # else the next one comes at once
@@ -350,7 +350,7 @@ class StepLoop:
         ranks. `incarnation`: that of the call. Raises the failure where that cannot be."""
         if not is_recoverable(failure):
             raise failure
-        if await self._store.restarted(failure, incarnation.store):
+        if await self._store.wait_for_restart(failure, incarnation.store):
             return
         await self._restarts.wait_for(RANKS)
         if incarnation.ranks == self._num_restarts:
@@ -380,7 +380,7 @@ class StepLoop:
         await self._fleet.owner.renew()  # the batch may be another command's
         self._fleet.kill(team)
         async with self._deciding:
-            trained = await self._store.settle()
+            trained = await self._store.take_back_batch()
         if trained > self._base and not await self._states.are_available(trained):
             self._restarts.give_up(ROLE, title_of(team), failure)
             raise failure

@@ -252,7 +252,7 @@ class StepJournal:
 
 class StoreRestart:
     """Lifecycle: `trained` for each step and `served` for each version; `take_snapshots` until it is cancelled. Any
-    other call of the store goes through `retry`, or its failure is given to `restarted`."""
+    other call of the store goes through `retry`, or its failure to `wait_for_restart`."""
 
     def __init__(self, context: RunContext, restarts: Restarts, journal: StepJournal) -> None:
         self.incarnation = 0
@@ -279,10 +279,10 @@ class StoreRestart:
             try:
                 return await call()
             except PenstockError as failure:
-                if not await self.restarted(failure, incarnation):
+                if not await self.wait_for_restart(failure, incarnation):
                     raise
 
-    async def restarted(self, failure: Exception, incarnation: int) -> bool:
+    async def wait_for_restart(self, failure: Exception, incarnation: int) -> bool:
         """Wait for the store's restart, if that is why a call has failed. Returns whether it is. `incarnation`: that of
         the store when the call began. Raises the failure where the store cannot be replaced, or a node is gone with all
         that is on it: no member can be helped alone then."""
@@ -314,7 +314,7 @@ class StoreRestart:
                 self._told = step
                 return
             except PenstockError as failure:
-                if not await self.restarted(failure, incarnation):
+                if not await self.wait_for_restart(failure, incarnation):
                     raise
         await self._restarts.wait_for(STORE)
         await self.retry(self._tell)
@@ -324,7 +324,7 @@ class StoreRestart:
         await self.retry(lambda: self._store.served(version, self._epoch, max_active))
         self._version = version
 
-    async def settle(self) -> int:
+    async def take_back_batch(self) -> int:
         """Take back the batch that is under way. Returns the step that was trained last."""
         return int(await self.retry(lambda: self._store.settle(STAGE, self._epoch)))
 
@@ -432,7 +432,7 @@ class Supervisor:
                 raise failure
             if self._closing:  # also one that came too late to serve at all
                 return
-            if await self._store.restarted(failure, incarnation):
+            if await self._store.wait_for_restart(failure, incarnation):
                 continue
             num_lost = num_lost + 1 if asyncio.get_running_loop().time() - began < self._faults.window_s else 1
             if num_lost <= self._faults.max_restarts and await self._has_lost_connection_only(team, failure):

@@ -233,12 +233,12 @@ def test_an_engine_whose_node_was_away_when_ranks_came_back_gets_the_version(
         else:
             plans.append("another plan")
         await sync.connect()  # of new ranks
-        assert sync.is_unreachable is not plans_alike
+        assert sync.needs_republication is not plans_alike
         again = ("a", actors.handle("another"))
         actors.relay_nodes = RelayNodes(where, agents | {"a": again}, addresses, ["rollout-0"])
-        if sync.is_unreachable:
+        if sync.needs_republication:
             await sync.load(await published(sync, 1))
-        assert not sync.is_unreachable
+        assert not sync.needs_republication
         await asyncio.wait_for(sync.catch_up([("rollout-0", actors.handle("rollout-0"))]), 5)
 
     asyncio.run(body())
@@ -263,14 +263,14 @@ def test_a_version_whose_source_is_gone_is_awaited_no_longer_nor_brought(
         sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
         await sync.load(await published(sync, 1))
-        assert not sync.is_unreachable
+        assert not sync.needs_republication
         second = await published(sync, 2)
         agents["a"][1].answers["wait_for_version"] = never
         loading = asyncio.ensure_future(sync.load(second))
         await asyncio.sleep(0.05)
         without = {node: agent for node, agent in agents.items() if node != "x"}
         actors.relay_nodes = RelayNodes(where, without, addresses, ["rollout-0", "rollout-1"])
-        assert sync.is_unreachable
+        assert sync.needs_republication
         with pytest.raises(WorkerDied, match="x: gone before the others had the weights"):
             await loading
         actors.calls.clear()

@@ -34,7 +34,7 @@ class Bed:
 
     def __init__(self, trained: int, *, beside: bool = False) -> None:
         self.said: list[str] = []
-        self.is_unreachable, self._trained = False, trained
+        self.needs_republication, self._trained = False, trained
         self.loaded: dict[str, float] = {}
         self.loads: list[Callable[[Publication], Any]] = []
         """What loading comes to, call by call; afterwards it works."""
@@ -54,12 +54,12 @@ class Bed:
 
     @property
     def has_lost_source(self) -> bool:
-        return self.is_unreachable
+        return self.needs_republication
 
     async def begin(self, version: int) -> None:
         self.said.append(f"publish {version}")
         await asyncio.sleep(0.01)
-        self.is_unreachable = False
+        self.needs_republication = False
 
     async def finish(self, version: int) -> Publication:
         await asyncio.sleep(0.01)
@@ -78,10 +78,10 @@ class Bed:
     async def named(self, team: list[str], failure: Exception) -> Exception:
         return failure
 
-    async def restarted(self, failure: Exception, incarnation: int) -> bool:
+    async def wait_for_restart(self, failure: Exception, incarnation: int) -> bool:
         return False
 
-    async def settle(self) -> int:
+    async def take_back_batch(self) -> int:
         return self._trained
 
     async def are_available(self, step: int) -> bool:
@@ -101,7 +101,7 @@ async def published(bed: Bed) -> Publication:
 
 def failing(bed: Bed, error: Exception) -> Callable[[Publication], Any]:
     async def fail(_: Publication) -> None:
-        bed.is_unreachable = True
+        bed.needs_republication = True
         raise error
 
     return fail
@@ -176,7 +176,7 @@ def test_what_others_give_up_to_publish_it_again_is_waited_for() -> None:
     under_way = asyncio.Event()
 
     async def given_up(_: Publication) -> None:
-        bed.is_unreachable = True
+        bed.needs_republication = True
         under_way.set()
         while bed.said[-1] != "publish 1" or bed.said.count("publish 1") < 2:
             await asyncio.sleep(0)
@@ -201,8 +201,8 @@ def test_a_version_is_published_again_for_new_engines_unless_the_next_is_near(tr
     async def body() -> None:
         delivery = await published(bed)
         await bed.loop.load(delivery)
-        await bed.loop.serve(1)
-        bed.is_unreachable = True
+        await bed.loop.report_served(1)
+        bed.needs_republication = True
         await asyncio.gather(bed.lose_ranks(), bed.lose_ranks())  # two have noticed it
 
     asyncio.run(body())
@@ -216,7 +216,7 @@ def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> No
     async def body() -> None:
         delivery = await published(bed)
         await bed.loop.load(delivery)
-        await bed.loop.serve(1)
+        await bed.loop.report_served(1)
         failures = [WorkerDied("another node is gone")]
 
         async def begin(version: int) -> None:
@@ -224,7 +224,7 @@ def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> No
                 raise failures.pop()
             await publishing(version)
 
-        bed.begin, bed.is_unreachable = begin, True  # type: ignore[method-assign]
+        bed.begin, bed.needs_republication = begin, True  # type: ignore[method-assign]
         await bed.lose_ranks()
 
     asyncio.run(body())

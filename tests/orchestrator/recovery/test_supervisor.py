@@ -216,7 +216,7 @@ def test_the_store_is_brought_back_though_who_noticed_its_loss_leaves(tmp_path: 
         supervisor.expect_end("Reward-0")
         leaving.cancel()
         await asyncio.wait([leaving])
-        assert await stores.restarted(StoreUnreachable("gone"), 0)
+        assert await stores.wait_for_restart(StoreUnreachable("gone"), 0)
         assert stores.incarnation == 1
         await context.store.stats()
         context.directory.close()
@@ -271,10 +271,10 @@ def test_a_store_that_was_taken_over_comes_back_once_a_snapshot_of_it_is_taken(
         fleet.store.die()
         lost = StoreUnreachable("it is gone")
         if is_seen:
-            assert await stores.restarted(lost, 0)
+            assert await stores.wait_for_restart(lost, 0)
         else:
             with pytest.raises(StoreUnreachable, match="it is gone"):
-                await stores.restarted(lost, 0)
+                await stores.wait_for_restart(lost, 0)
         context.directory.close()
 
     run_virtually(main())
