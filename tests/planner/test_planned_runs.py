@@ -178,7 +178,7 @@ def test_a_run_that_resumes_on_other_gpus_is_planned_anew_and_says_so(machines: 
     assert re.search(r"; the run had another split before: .*trainer\.num_ranks.* differ", said)
 
 
-def test_a_run_whose_actors_are_there_keeps_its_numbers_so_that_they_are_taken_over(
+def test_a_run_whose_actors_are_there_keeps_its_numbers(
     machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machines(1, 8)

@@ -32,7 +32,7 @@ def try_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Outcome]:
 
 
 @pytest.mark.parametrize(("model", "lora", "kl", "gib"), BORDERS)
-def test_a_run_starts_on_the_least_gpus_that_it_can_and_is_told_of_more_on_fewer(
+def test_a_run_starts_on_the_least_gpus_and_is_refused_on_fewer(
     model: str, lora: int, kl: float, gib: int, try_on: Callable[[Case], Outcome]
 ) -> None:
     found = []
@@ -44,7 +44,7 @@ def test_a_run_starts_on_the_least_gpus_that_it_can_and_is_told_of_more_on_fewer
     assert all("a cluster of " in refused.said for refused in found[:-1])
 
 
-@pytest.mark.soak("test_a_run_starts_on_the_least_gpus_that_it_can_and_is_told_of_more_on_fewer")
+@pytest.mark.soak("test_a_run_starts_on_the_least_gpus_and_is_refused_on_fewer")
 def test_every_run_of_the_table_starts_or_is_told_what_would_fit(
     try_on: Callable[[Case], Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:

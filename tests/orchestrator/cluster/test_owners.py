@@ -116,7 +116,7 @@ def test_what_one_has_left_is_the_next_ones_and_the_first_is_refused(namespace: 
     second.confirm()  # a dead one is nobody's
 
 
-def test_a_command_that_is_to_come_sees_from_outside_whether_actors_have_an_owner(
+def test_an_owner_is_seen_by_a_command_that_is_not_connected(
     namespace: str, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = RunOwner.start(namespace, 60.0, START_S)
