@@ -186,9 +186,8 @@ def start_rounds(
     teams: Sequence[Sequence[str]], plan: Sequence[ActorPlan], config: RunConfig
 ) -> list[list[Sequence[str]]]:
     """Teams that start at the same time, one list after the other: where engines and ranks have parts of the same GPUs
-    the ranks come after them, as an engine takes its share of the memory that it finds free, and then the scorers that
-    live with ranks."""
-    late = {"trainer": 1, SCORING: 2 * scorers_share_gpus(config)} if shares_gpus(config) else {}
+    the ranks come after them, as an engine takes its share of the memory that it finds free, and then the scorers."""
+    late = {"trainer": 1, SCORING: 2} if shares_gpus(config) else {}
     round_of = {actor.name: late.get(actor.role, 0) for actor in plan}
     rounds = [[team for team in teams if round_of[team[0]] == number] for number in range(3)]
     return [found for found in rounds if found]

@@ -81,9 +81,8 @@ def test_colocated_scorers_of_cpus_are_no_part_of_a_pair():
 
 def test_engines_ranks_and_scorers_of_one_gpu_start_one_after_the_other():
     teams = [["Store"], ["Rollout-0"], ["Rollout-1"], TRAINERS, SCORERS]
-    assert start_rounds(teams, PLAN, colocated()) == [teams[:3], [TRAINERS], [SCORERS]]
-    apart = colocated(placement="disaggregated")
-    assert start_rounds(teams, PLAN, apart) == [[*teams[:3], SCORERS], [TRAINERS]]
+    for placement in ("colocated", "disaggregated"):
+        assert start_rounds(teams, PLAN, colocated(placement=placement)) == [teams[:3], [TRAINERS], [SCORERS]]
     assert start_rounds(teams, PLAN, RunConfig()) == [teams]
 
 
