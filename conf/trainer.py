@@ -182,10 +182,10 @@ class TrainerConfig:
     do not fit. Compute copies go to the GPU layer by layer with engine fsdp; with deepspeed one stays there. On CPUs it
     saves nothing."""
     stay_on_device: bool | str = AUTO
-    """With placement=colocated on GPUs: True: weights and optimizer states stay on the GPU while engines generate, which
-    saves copying them over the bus twice a step. false: they leave it to the engine's keys and values. auto: true
-    where the GPU's memory is known (cluster.gpu_memory_gib) and has room for both, with keys and values for as many of
-    the longest sequences as an engine gets at once; else false."""
+    """With placement=colocated on GPUs. True: weights and optimizer states stay on the GPU while engines generate, and
+    are not copied to the host and back. false: they leave it to the engine's keys and values. auto: true where the
+    GPU's memory is known (cluster.gpu_memory_gib) and has room for both, with keys and values for as many of the
+    longest sequences as an engine gets at once; else false."""
     activation_checkpointing: bool | str = AUTO
     """True: recompute each layer in backward: less memory, about a third more time. auto: on a GPU, unless
     micro-batches of 8,192 tokens fit without, and with activation_offload; on CPUs false."""

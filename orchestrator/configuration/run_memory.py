@@ -19,6 +19,7 @@ Host memory is in one of four places:
 
 Keys that may be `auto`:
 
+    trainer.stay_on_device             colocated: only if the engine has keys and values for all its sequences beside
     rollout.gpu_memory_utilization     the engine's own GPU: most of it; one that it shares: what the rank leaves
     trainer.activation_checkpointing   only if a usual micro-batch does not fit without
     trainer.max_tokens_per_microbatch  the largest power of two that fits
@@ -191,7 +192,7 @@ class RunMemory:
             weights = self.engine.weights if self.engine else 0.0
             trains = of_rank + PROCESS_BYTES + ASLEEP_BYTES
             loads = self.resident_bytes + max(weights, scoring) + 2 * PROCESS_BYTES + ASLEEP_BYTES
-            generates = of_engine + PROCESS_BYTES + scoring
+            generates = of_engine + PROCESS_BYTES + scoring + self.staying_bytes
             peaks[f"{members}, in turns"] = max(trains, loads, generates) + processes
         elif together:
             peaks[f"{members} together"] = of_rank + of_engine + scoring + processes
@@ -204,6 +205,11 @@ class RunMemory:
             for name, memory in self.scorers.items():
                 peaks[name] = (memory.total + PROCESS_BYTES) / _share(config.trainer.num_gpus_per_rank)
         return peaks
+
+    @property
+    def staying_bytes(self) -> float:
+        """Bytes of a rank that stay on its GPU while the engine generates."""
+        return self.resident_bytes if self.config.trainer.stays_on_device else 0.0
 
     @property
     def engine_bytes(self) -> float:
@@ -235,7 +241,8 @@ class RunMemory:
                 f"engine: {_gib(rollout.gpu_share * gpu_bytes)} of a GPU (rollout.gpu_memory_utilization="
                 f"{rollout.gpu_share:g}) are for weights of {_gib(engine.weights)}, {_gib(engine.step)} of a step, and "
                 f"keys and values of at least one sequence of rollout.max_model_len={rollout.max_model_len} tokens. "
-                f"Raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, set rollout.dtype=bfloat16, or "
+                f"{'Set trainer.stay_on_device=false. ' if self.staying_bytes else ''}"
+                "Raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, set rollout.dtype=bfloat16, or "
                 "lower rollout.max_model_len."
             )
 
@@ -246,6 +253,7 @@ class RunMemory:
         by_tokens = rank.parts["activations"] > rank.total / 2
         is_scorer = what in self.ranks
         keys = {
+            "set trainer.stay_on_device=false": self.staying_bytes > 0 and "engine" in what,
             "lower rollout.gpu_memory_utilization": "engine" in what,
             "set trainer.dtype=bfloat16": trainer.dtype == "float32",
             "set trainer.activation_checkpointing=true": by_tokens and not trainer.recomputes_layers,
@@ -429,7 +437,10 @@ def _trained(memory: RunMemory) -> list[float]:
     return [float(whole)] * len(memory.trained)
 
 
-AUTO_KEYS = ("rollout.gpu_memory_utilization", "trainer.activation_checkpointing", "trainer.max_tokens_per_microbatch")
+AUTO_KEYS = (
+    "trainer.stay_on_device", "rollout.gpu_memory_utilization", "trainer.activation_checkpointing",
+    "trainer.max_tokens_per_microbatch",
+)  # fmt: skip
 """Keys that may be `auto`."""
 SPARE = 0.08
 """Share of a GPU that stays free."""
@@ -444,18 +455,32 @@ def choose_auto(memory: RunMemory) -> RunMemory:
     if memory.gpu_bytes is None:
         return memory
     config = memory.config
+    if config.trainer.stay_on_device == AUTO and config.placement == "colocated" and shares_gpus(config):
+        stays = choose_auto(with_values(memory, "trainer", stay_on_device=True))
+        return stays if _has_room(stays) else choose_auto(with_values(memory, "trainer", stay_on_device=False))
     if config.rollout.gpu_memory_utilization == AUTO and config.rollout.num_gpus_per_worker:
-        memory = _with_values(memory, "rollout", gpu_memory_utilization=_engine_share(memory))
+        memory = with_values(memory, "rollout", gpu_memory_utilization=_engine_share(memory))
     if not config.trainer.num_gpus_per_rank:
         return memory
     if config.trainer.activation_checkpointing == AUTO:
-        kept = _with_values(memory, "trainer", activation_checkpointing=False)
+        kept = with_values(memory, "trainer", activation_checkpointing=False)
         usual = _with_tokens(kept, min(DEFAULT_TOKENS, kept.config.trainer.microbatch_tokens))
         keeps = _fits(usual) and not config.trainer.activation_offload  # which copies less where layers are recomputed
-        memory = kept if keeps else _with_values(memory, "trainer", activation_checkpointing=True)
+        memory = kept if keeps else with_values(memory, "trainer", activation_checkpointing=True)
     if config.trainer.max_tokens_per_microbatch == AUTO:
         memory = _largest(memory)
     return memory
+
+
+def _has_room(memory: RunMemory) -> bool:
+    """Return whether all fits, and the engine has keys and values for as many of the longest sequences as it gets at
+    once: with fewer it would generate for longer than states are copied."""
+    engine, config = memory.engine, memory.config
+    if engine is None or not _fits(memory):
+        return False
+    samples = config.trainer.groups_per_step * config.algorithm.group_size / config.rollout.least_workers
+    at_once = min(config.rollout.max_concurrent_samples, math.ceil(samples))
+    return engine.cache_tokens >= at_once * config.rollout.max_model_len
 
 
 def chosen(before: RunConfig, after: RunConfig) -> list[str]:
@@ -482,7 +507,7 @@ def _engine_share(memory: RunMemory) -> float:
         free -= SPARE * memory.gpu_bytes + PROCESS_BYTES
         scoring, processes = memory.scorers_beside
         if config.placement == "colocated":  # the rank's weights are there when the engine starts and when it loads
-            free -= max(memory.ranks["policy"].parts["weights"], scoring) + processes
+            free -= max(memory.ranks["policy"].parts["weights"], memory.staying_bytes + scoring) + processes
         else:
             free *= config.rollout.num_gpus_per_worker
     gpus = 1.0 if shares_gpus(config) else min(1.0, config.rollout.num_gpus_per_worker)
@@ -497,10 +522,10 @@ def _fits(memory: RunMemory) -> bool:
 
 
 def _with_tokens(memory: RunMemory, tokens: int) -> RunMemory:
-    return _with_values(memory, "trainer", max_tokens_per_microbatch=tokens)
+    return with_values(memory, "trainer", max_tokens_per_microbatch=tokens)
 
 
-def _with_values(memory: RunMemory, section: str, **values: Any) -> RunMemory:
+def with_values(memory: RunMemory, section: str, **values: Any) -> RunMemory:
     """The run with these values in a section."""
     changed = replace(getattr(memory.config, section), **values)
     return replace(memory, config=replace(memory.config, **{section: changed}))

@@ -62,13 +62,19 @@ class TrainerParts:
     worker: TrainerWorker
 
     def take_device(self) -> None:
-        """Bring everything back to the device that this rank shares with an engine."""
+        """Bring everything back to the device that this rank shares with an engine, unless it has stayed there."""
         for trainer in self.state.trainers.values():
-            trainer.take_device()
+            if not trainer.config.stays_on_device:
+                trainer.take_device()
 
     def leave_device(self) -> None:
         """Leave the device, once a checkpoint has copied what it needs from there. What the copy in the node's memory
-        has of the present state is not copied again."""
+        has of the present state is not copied again. States stay where there is room for both
+        (`trainer.stay_on_device`)."""
+        if self.trainer.config.stays_on_device:
+            for trainer in self.state.trainers.values():
+                trainer.free_device()
+            return
         kept = self.memory_checkpoint.kept() if self.memory_checkpoint is not None else {}
         for name, trainer in self.state.trainers.items():
             own = {piece.removeprefix(f"{name}/"): kept[piece] for piece in kept if piece.startswith(f"{name}/")}

@@ -21,7 +21,13 @@ from penstock.orchestrator.configuration.memory_view import (
     with_memory,
 )
 from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve
-from penstock.orchestrator.configuration.run_memory import GIB, RunMemory, engine_memory, host_parts
+from penstock.orchestrator.configuration.run_memory import (
+    GIB,
+    PROCESS_BYTES,
+    RunMemory,
+    engine_memory,
+    host_parts,
+)
 from penstock.orchestrator.configuration.validate import show_memory
 from tests.orchestrator.configuration.memory import shapes
 from tests.orchestrator.configuration.memory.test_rank_memory import shape_of
@@ -91,7 +97,7 @@ def test_actors_reserve_what_they_hold_alone(view: Callable[..., MemoryView]) ->
 @pytest.mark.parametrize("gib", [1, 16])
 def test_what_fits_by_cpus_fits_by_memory(view: Callable[..., MemoryView], gib: int) -> None:
     """A small machine refuses no run that it had room for before actors reserved memory."""
-    words = ("trainer.num_gpus_per_rank=0", "rollout.num_gpus_per_worker=0", "rollout.kv_cache_gib=4")
+    words = ("trainer.num_gpus_per_rank=0", "rollout.num_gpus_per_worker=0", "rollout.kv_cache_gib=4", "plan=never")
     shown = view(LARGE, *words, "trainer.num_ranks=2")
     memory, cpus = memory_of(shown), needed(shown.plan)[0]
     nodes = [Node("a", "a", "10.0.0.1", cpus=cpus, memory=gib * GIB)]
@@ -181,7 +187,7 @@ def test_what_is_chosen_fits(model: str, words: tuple[str, ...], view: Callable[
     memory = memory_of(shown)
     memory.check()
     assert all(peak <= 79 * GIB for peak in memory.peaks().values())
-    assert len(shown.chosen) == 3
+    assert len(shown.chosen) == 3 + ("placement=colocated" in words)
 
 
 def test_what_routed_experts_take_of_the_store_is_told(view: Callable[..., MemoryView]) -> None:
@@ -193,6 +199,52 @@ def test_what_routed_experts_take_of_the_store_is_told(view: Callable[..., Memor
     assert "experts" not in view("QWEN3_30B_A3B").remarks()[-1]
 
 
+def test_states_stay_on_a_gpu_that_has_room_for_both(view: Callable[..., MemoryView]) -> None:
+    shown = view(LARGE, *TURNS)
+    memory = memory_of(shown)
+    engine, resident = memory.engine, memory.resident_bytes
+    assert engine is not None
+    assert shown.chosen[0] == "trainer.stay_on_device=true"
+    assert resident == pytest.approx(12 * shape_of(LARGE).num_parameters / 8)
+    (peak,) = memory.peaks().values()
+    assert peak >= engine.total + resident + 2 * PROCESS_BYTES
+    assert engine.cache_tokens >= memory.config.algorithm.group_size * memory.config.rollout.max_model_len
+    host = {part.name for part in host_parts(memory, shown.plan)}
+    assert WAITING not in host
+    leaving = view(LARGE, *TURNS, "trainer.stay_on_device=false")
+    assert WAITING in {part.name for part in host_parts(memory_of(leaving), leaving.plan)}
+    with_more = memory_of(leaving).engine
+    assert with_more is not None
+    assert with_more.cache > engine.cache
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("trainer.num_ranks=2", "rollout.num_workers=2", "trainer.groups_per_step=32"),  # 43 GiB of states
+        ("rollout.max_model_len=131072", "rollout.sampling.max_tokens=100000", "rollout.num_workers=1"),
+    ],
+)
+def test_states_leave_where_the_engine_would_lack_keys_and_values(
+    words: tuple[str, ...], view: Callable[..., MemoryView]
+) -> None:
+    assert memory_of(view(LARGE, *TURNS, *words)).config.trainer.stay_on_device is False
+
+
+def test_states_that_are_told_to_stay_and_do_not_fit_are_refused(view: Callable[..., MemoryView]) -> None:
+    words = ("trainer.stay_on_device=true", "trainer.num_ranks=1", "rollout.num_workers=1")
+    with pytest.raises(ResourceError, match=r"trainer\.stay_on_device=false"):
+        view(LARGE, *TURNS, *words, gpu_gib=110).summary()
+
+
+def test_only_turns_on_gpus_of_known_memory_choose_whether_states_stay(view: Callable[..., MemoryView]) -> None:
+    for words, gpu_gib in (((), 79), (TURNS, None), (SHARED_GPU, 79)):
+        trainer = memory_of(view(SMALL, *words, gpu_gib=gpu_gib)).config.trainer
+        assert trainer.stay_on_device == "auto"
+        assert not trainer.stays_on_device
+
+
+WAITING = "ranks, while engines have the GPUs"
 TURNS = ("placement=colocated", "rollout.num_workers=8", "trainer.num_ranks=8", *SHARED_GPU)
 KL = "algorithm.kl_coef=0.01"
 
@@ -206,7 +258,7 @@ def test_a_gpu_holds_a_rank_an_engine_and_a_scorer_in_turns(view: Callable[..., 
     assert engine is not None
     trains = memory.rank_bytes + 7 * GIB  # three processes, and what an engine keeps that sleeps
     loads = memory.resident_bytes + engine.weights + 7 * GIB
-    generates = engine.total + scorer.total + 6 * GIB
+    generates = engine.total + scorer.total + memory.staying_bytes + 6 * GIB
     assert memory.peaks() == {"rank, engine and scorer, in turns": max(trains, loads, generates)}
     assert generates <= 0.93 * 79 * GIB
     alone = memory_of(view(model, *words)).engine

@@ -370,6 +370,31 @@ def counting(num_parameters: int) -> Iterator[Traffic]:
         setattr(traffic, field.name, round(getattr(traffic, field.name) / num_parameters))
 
 
+def a_rank_that_stays_moves_nothing_and_releases_what_computing_needs() -> None:
+    config = TrainerConfig(stay_on_device=True, optimizer=OptimizerConfig(**LINEAR), max_tokens_per_microbatch=100)
+    spec = TrainerSpec(name="t", config=config, model_path=str(PATHS[0]), stage="train", loss=ppo_clip_loss)
+    with gathered_by_layer(), ranks_on_the_device():
+        parts: TrainerParts = assemble_trainer(spec, None)
+        leaves = made()
+    for seed in (1, 2):
+        for trainer in (parts.trainer, leaves):
+            trainer.update(rows_of(seed), ppo_clip_loss)
+            trainer.logprobs(rows_of(seed))
+        leaves.leave_device()
+        before = crossed.copy()
+        parts.leave_device()
+        assert crossed == before
+        held = sum(values.nbytes for values in state_of(parts.trainer).values())
+        assert held <= live_bytes() < 1.02 * held + 4096, (live_bytes(), held)
+        before = crossed.copy()
+        parts.take_device()
+        assert crossed == before
+        leaves.take_device()
+    assert_near(state_of(leaves), state_of(parts.trainer), 0.0)
+    for trainer in (parts.trainer, leaves):
+        trainer.leave_device()
+
+
 def a_colocated_step_moves_its_state_as_often_as_counted_here() -> None:
     """With two engines on the node, bytes of each parameter: 12 of the state, 2 of a publication."""
     spec = TrainerSpec(
@@ -462,7 +487,8 @@ def claims() -> Iterator[tuple[str, Callable[[], None]]]:
         a_save_under_way_keeps_nothing_there,
         publications_and_exports_come_from_there,
         a_critic_leaves_with_its_policy,
-        *(() if ON_A_GPU else (a_colocated_step_moves_its_state_as_often_as_counted_here,)),
+        a_rank_that_stays_moves_nothing_and_releases_what_computing_needs,
+        *(() if ON_A_GPU else COUNTED),
         a_scorer_makes_room_and_comes_back_for_the_next_rows,
         tensors_of_two_devices_are_refused,
     ):
