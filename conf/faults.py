@@ -4,7 +4,7 @@ again; and the checkpoints that it returns to.
 
 from dataclasses import dataclass
 
-from penstock.conf.checks import POSITIVE, check_bounds, one_of
+from penstock.conf.checks import AUTO, POSITIVE, check_bounds, one_of
 from penstock.conf.errors import ConfigError
 
 LONGEST_PAUSE_S = 60.0
@@ -58,10 +58,11 @@ class FaultsConfig:
     """Seconds between two snapshots of the store on its node's disk, apart from checkpoints, from which another store
     continues if its process is lost: what was sampled since, and not trained, is sampled again. 0: never, and all that
     was not trained is sampled again."""
-    keep_state: bool = True
+    keep_state: bool | str = AUTO
     """True: each rank keeps a copy of weights, optimizer and counters of the last two steps in its node's shared
     memory, so that a lost trainer continues with the step that it was at. false: it returns to the last checkpoint.
-    Costs twice the trainer's state in host memory, and the time to copy it once a step."""
+    Costs twice the trainer's state in host memory, and the time to copy it once a step. auto: true, and false, said at
+    the start, where a node has no memory for it; a run that asks for true is refused there."""
 
     keep_beside: str = "auto"
     """When that copy is made. always: beside the next step's forward and backward passes, which change no weight. A
@@ -97,6 +98,8 @@ class FaultsConfig:
                 f"faults.straggler_factor={self.straggler_factor}: half of all groups take longer than the median. "
                 "Set it above 1, such as 3, or to 0 for off."
             )
+        if isinstance(self.keep_state, str):
+            one_of("faults.keep_state", self.keep_state, (AUTO,))
         one_of("faults.keep_beside", self.keep_beside, KEPT_BESIDE)
         if self.heartbeat_timeout_s <= self.heartbeat_s:
             raise ConfigError(

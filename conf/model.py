@@ -104,6 +104,17 @@ class ModelConfig:
         return path
 
 
+ON_GPU: dict[str, dict[str, Any]] = {
+    "rollout": {"num_gpus_per_worker": 1, "dtype": "bfloat16", "enforce_eager": False},
+    "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16"},
+}
+"""Keys of every model on GPUs."""
+
+
+def _gpu_preset(path: str) -> dict[str, Any]:
+    return {"model": {"path": path}, **ON_GPU, "rollout": {**ON_GPU["rollout"], "max_model_len": 4096}}
+
+
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "model": {"path": None, "fresh": {"max_position_embeddings": 2048}},
@@ -116,16 +127,8 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         },
         "trainer": {"num_gpus_per_rank": 0, "dtype": "float32", "activation_checkpointing": "auto"},
     },
-    "qwen2.5-0.5b": {
-        "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
-        "rollout": {"num_gpus_per_worker": 1, "dtype": "bfloat16", "max_model_len": 4096, "enforce_eager": False},
-        "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16"},
-    },
-    "qwen2.5-1.5b": {
-        "model": {"path": "Qwen/Qwen2.5-1.5B-Instruct"},
-        "rollout": {"num_gpus_per_worker": 1, "dtype": "bfloat16", "max_model_len": 4096, "enforce_eager": False},
-        "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16"},
-    },
+    "qwen2.5-0.5b": _gpu_preset("Qwen/Qwen2.5-0.5B-Instruct"),
+    "qwen2.5-1.5b": _gpu_preset("Qwen/Qwen2.5-1.5B-Instruct"),
 }
 """Presets by name. `tiny`: a fresh Qwen2 of about 3M parameters with a character tokenizer, on a CPU. The others: hub
 models, one GPU an actor."""

@@ -28,6 +28,7 @@ from penstock.conf.checks import AUTO
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.model import MODEL_PRESETS
 from penstock.conf.run import PLANNED, RunConfig, validate
+from penstock.orchestrator.configuration.large_models import LARGE, count_parameters, refuse_cpus, use_gpus
 from penstock.orchestrator.configuration.overrides import (
     CHOICES,
     Override,
@@ -93,11 +94,16 @@ def compose_run(words: list[Override], algorithm: type[AlgorithmConfig] | None =
     _leave_options(tree, assignments)
     for word in assignments:
         apply(tree, word, Schema(config_class))
+    num_parameters = _parameters_of_path(recipe, assignments)
+    if is_large := num_parameters > LARGE:
+        use_gpus(tree, {} if "model" in choices else recipe.values, {word.key for word in assignments})
     tree.imports = [str(file) for file in files]
     try:
         config = cast(RunConfig, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         raise unresolved(error) from None
+    if is_large:
+        refuse_cpus(config, num_parameters)
     _infer_source(config, {word.key for word in words})
     make_paths_absolute(config, recipe.directory)
     validate(config)
@@ -177,6 +183,14 @@ def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
         raise ConfigError(f"algorithm={name}: {path} defines no {function_name!r}{suggest(function_name, functions)}")
     algorithm(function_name)(build)
     return function_name
+
+
+def _parameters_of_path(recipe: Recipe, assignments: list[Override]) -> float:
+    """Parameters of the model that `model.path` names; 0: there is none, or its size is not known."""
+    section = recipe.values.get("model")
+    paths = [section.get("path")] if isinstance(section, dict) else []
+    paths += [word.value for word in assignments if word.key == "model.path"]
+    return (count_parameters(str(paths[-1]), recipe.directory) or 0) if paths else 0
 
 
 def _composed(

@@ -6,36 +6,41 @@ what does not fit.
 """
 
 import contextlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.table import Table
 
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.checks import AUTO
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
-from penstock.orchestrator.cluster.placement.assignment import Assignment
+from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
 from penstock.orchestrator.cluster.placement.nodes import Node, titles
-from penstock.orchestrator.cluster.ray_cluster import count_local_gpus
-from penstock.orchestrator.configuration.model_shape import ModelShape, fresh_shape
+from penstock.orchestrator.cluster.ray_cluster import count_local_gpus, is_elsewhere
+from penstock.orchestrator.configuration.model_shape import ModelShape, fresh_shape, read_config
 from penstock.orchestrator.configuration.prerequisites import starting_model_config
 from penstock.orchestrator.configuration.rank_memory import PARTS
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.run_memory import (
     CACHE,
     GIB,
+    KEPT,
+    KEPT_OF_OTHERS,
+    SHARED,
     HostPart,
     RunMemory,
     choose_auto,
     chosen,
     host_parts,
     reserved_bytes,
+    with_values,
 )
+from penstock.store.data.roots import SHARED_MEMORY
 
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray's label of a node for the kind of its GPUs."""
@@ -90,7 +95,7 @@ def _of_this_machine() -> float | None:
 def _read(path: str, may_fetch: bool) -> ModelShape | None:
     """The sizes that a config.json says; None where there is none, or transformers makes no model of it. `check_model`
     refuses a directory that is no model."""
-    values = _config_of(path, may_fetch)
+    values = read_config(path, may_fetch=may_fetch)
     if values is None or (shape := ModelShape.of(values)) is not None:
         return None if values is None else shape
     from penstock.orchestrator.configuration.measured_shape import measured_shape  # late: all else needs no torch
@@ -101,30 +106,11 @@ def _read(path: str, may_fetch: bool) -> ModelShape | None:
 def _why_unknown(config: RunConfig, may_fetch: bool) -> str:
     """The reason why the policy has no shape."""
     path = str(starting_model_config(config).path)
-    values = _config_of(path, may_fetch)
+    values = read_config(path, may_fetch=may_fetch)
     if values is None:
         return f"unknown: {path} has no config.json on this machine"
     kind = values.get("model_type")
     return f"unknown: {path} is of type {kind!r}, of which transformers makes no decoder with attention by heads"
-
-
-def _config_of(path: str, may_fetch: bool) -> Mapping[str, Any] | None:
-    values: Any = None
-    with contextlib.suppress(OSError, ValueError):
-        directory = Path(path).expanduser()
-        file = directory / "config.json" if directory.is_dir() else _of_hub(path, may_fetch)
-        values = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
-    return values if isinstance(values, Mapping) else None
-
-
-def _of_hub(name: str, may_fetch: bool) -> str | None:
-    """The config.json of a hub's model in the cache."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    if may_fetch:
-        return str(hf_hub_download(name, "config.json"))
-    found = try_to_load_from_cache(name, "config.json")
-    return found if isinstance(found, str) else None
 
 
 CACHED = "keys and values"
@@ -142,6 +128,8 @@ class MemoryView:
     assignment: Assignment | None = None
     why_unknown: str = ""
     """The reason why there is no `memory`."""
+    why_not_kept: str = ""
+    """The reason why ranks keep no copies of their state, where `faults.keep_state=auto` would have them."""
 
     @classmethod
     def of(
@@ -157,20 +145,53 @@ class MemoryView:
         if "policy" not in shapes:
             return cls(run.plan, None, (), nodes, assignment, _why_unknown(run.config, may_fetch))
         memory = choose_auto(RunMemory(run.config, run.flow, shapes, gpu_bytes(run.config, nodes, run.plan)))
-        return cls(run.plan, memory, chosen(run.config, memory.config), nodes, assignment)
+        view = cls(run.plan, memory, chosen(run.config, memory.config), nodes, assignment)
+        if (why := view._lacks_room_for_copies()) is None:
+            return view
+        return replace(view, memory=with_values(memory, "faults", keep_state=False), why_not_kept=why)
+
+    def _lacks_room_for_copies(self) -> str | None:
+        """The first node that cannot hold the copies that ranks would keep of their state beside all that the run needs
+        there, in a sentence; None: all can, or it is not known, or the copies were asked for."""
+        if self.memory is None or self.memory.config.faults.keep_state != AUTO:
+            return None
+        for who_has, parts, total, shared in self._rooms():
+            copies = sum(part.num_bytes for part in parts if part.name in (KEPT, KEPT_OF_OTHERS))
+            in_shared = _sum([part for part in parts if not part.is_optional], SHARED)
+            room, where = min((total - required_bytes(parts), "memory"), (shared - in_shared, SHARED))
+            if copies > room:
+                return (
+                    f"copies of the state are {_gib(copies)} GiB, and {who_has} {_gib(max(0.0, room))} GiB of {where} "
+                    "beside what the run needs: with faults.keep_state=false, the death of a rank is a return to the "
+                    "newest checkpoint"
+                )
+        return None
+
+    def _rooms(self) -> list[tuple[str, list[HostPart], float, float]]:
+        """Each node whose memory is known: who has it, in words, what lies there, and its bytes of memory and of
+        shared memory."""
+        assert self.memory is not None
+        if self.assignment is not None:
+            names, used = titles(self.nodes), self.assignment.nodes
+            return [(f"{names[node.id]} has", self._parts_on(node), node.memory or math.inf, math.inf) for node in used]
+        if is_elsewhere() or needed(self.plan)[1] > count_local_gpus():
+            return []
+        total, shared = psutil.virtual_memory().total, shutil.disk_usage(SHARED_MEMORY).total
+        return [("this machine has", host_parts(self.memory, self.plan), total, shared)]
 
     def summary(self) -> str:
         """Describe it in a few words. Raises `ResourceError` for what does not fit, with the keys to change."""
         if self.memory is None:
             return self.why_unknown
         self.memory.check()
-        self._check_host()
+        self.check_nodes()
         peaks = [f"{what} {_gib(peak)}" for what, peak in self.memory.peaks().items()]
         known = self.memory.gpu_bytes
         told = [", ".join(peaks) + (f" of a GPU's {_gib(known)} GiB" if known else " GiB")] if peaks else []
         if peaks and not known:
             told.append("how much a GPU has is not known here, and cluster.gpu_memory_gib can say it")
         told.append(f"host {', '.join(f'{_gib(_sum(parts))} GiB' for _, parts in self._hosts())}")
+        told += [self.why_not_kept] * bool(self.why_not_kept)
         if self.chosen:
             told.append(f"chosen: {' '.join(self.chosen)}")
         return "; ".join(told)
@@ -233,22 +254,29 @@ class MemoryView:
         if self.assignment is None:
             return [("this machine", host_parts(self.memory, self.plan))]
         by_parts: dict[tuple[HostPart, ...], list[str]] = {}
-        names, used = titles(self.nodes), self.assignment.nodes
-        for node in used:
-            there = set(self.assignment.names_on(node))
-            actors = [actor for actor in self.plan if actor.name in there]
-            parts = tuple(host_parts(self.memory, actors, len(used), is_own=False))
-            by_parts.setdefault(parts, []).append(names[node.id])
+        names = titles(self.nodes)
+        for node in self.assignment.nodes:
+            by_parts.setdefault(tuple(self._parts_on(node)), []).append(names[node.id])
         return [(", ".join(alike) if len(alike) < 3 else f"{alike[0]} and {len(alike) - 1} like it", list(parts))
                 for parts, alike in by_parts.items()]  # fmt: skip
 
-    def _check_host(self) -> None:
+    def _parts_on(self, node: Node) -> list[HostPart]:
+        assert self.memory is not None
+        assert self.assignment is not None
+        there = set(self.assignment.names_on(node))
+        actors = [actor for actor in self.plan if actor.name in there]
+        return host_parts(self.memory, actors, len(self.assignment.nodes), is_own=False)
+
+    def check_nodes(self) -> None:
         """Raise `ResourceError` where the run would be on this machine alone, which could never hold what it cannot do
-        without."""
-        if self.assignment is not None or needed(self.plan)[1] > count_local_gpus():
+        without, and for a node that cannot hold copies of the state that were asked for."""
+        if self.memory is None:
             return
-        (_, parts), *_ = self._hosts()
-        check_host(parts, psutil.virtual_memory().total, "this machine has")
+        if self.assignment is None and needed(self.plan)[1] <= count_local_gpus():
+            check_host(host_parts(self.memory, self.plan), psutil.virtual_memory().total, "this machine has")
+        elif self.memory.config.faults.keep_state is True:
+            for who_has, parts, total, _ in self._rooms():
+                check_host(parts, total, who_has)
 
 
 def resolve_auto(run: ResolvedRun, nodes: Sequence[Node], tell: Callable[[str], None]) -> ResolvedRun:
@@ -259,16 +287,26 @@ def resolve_auto(run: ResolvedRun, nodes: Sequence[Node], tell: Callable[[str], 
 
 
 def _chosen_config(run: ResolvedRun, nodes: Sequence[Node], tell: Callable[[str], None]) -> RunConfig:
-    if gpu_bytes(run.config, nodes, run.plan) is None:
-        return run.config
-    view = MemoryView.of(run, nodes, may_fetch=True)
+    has_gpus = gpu_bytes(run.config, nodes, run.plan) is not None
+    view = MemoryView.of(run, nodes, _assigned(run, nodes), may_fetch=has_gpus)
     if view.memory is None:
-        tell(f"memory: {view.why_unknown}")
+        if has_gpus:
+            tell(f"memory: {view.why_unknown}")
         return run.config
     view.memory.check()
+    view.check_nodes()
     if view.chosen:
         tell(f"memory: {' '.join(view.chosen)}, as fits a GPU of {_gib(view.memory.gpu_bytes or 0)} GiB")
+    if view.why_not_kept:
+        tell(f"memory: {view.why_not_kept}")
     return view.memory.config
+
+
+def _assigned(run: ResolvedRun, nodes: Sequence[Node]) -> Assignment | None:
+    """The nodes that actors would have on a cluster; None on this machine alone, and for a run that waits for nodes."""
+    with contextlib.suppress(ResourceError):
+        return assign(run.plan, nodes, run.config) if is_elsewhere() else None
+    return None
 
 
 def with_memory(run: ResolvedRun, nodes: Sequence[Node]) -> list[ActorPlan]:

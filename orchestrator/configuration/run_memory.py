@@ -334,6 +334,8 @@ BUFFERS = 2 * 64 * 2**20
 PROCESS = GIB
 """Estimate of a process that has imported torch or vLLM."""
 WITH_TORCH = ("trainer", "scorer", "rollout")
+KEPT, KEPT_OF_OTHERS = "copies of the state", "copies of another node's state"
+"""Names of parts, by faults.keep_state."""
 
 
 @dataclass(frozen=True)
@@ -396,10 +398,10 @@ def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPar
     on_gpus = config.trainer.num_gpus_per_rank > 0
     parts = []
     if config.faults.keep_state and replaces_members(config):
-        parts.append(HostPart("copies of the state", SHARED, COPIES * state, "faults.keep_state=false", True))
+        is_optional = config.faults.keep_state == AUTO
+        parts.append(HostPart(KEPT, SHARED, COPIES * state, "faults.keep_state=false", is_optional))
         if num_nodes > 1 and config.faults.partner_share:
-            other = "copies of another node's state"
-            parts.append(HostPart(other, SHARED, COPIES * state, "faults.partner_share=0", True))
+            parts.append(HostPart(KEPT_OF_OTHERS, SHARED, COPIES * state, "faults.partner_share=0", True))
     if on_gpus and choose_transport(config) == "shm":
         parts.append(HostPart("buffers for weights from GPUs", PINNED, num_ranks * BUFFERS))
     if config.checkpoint.every_steps:

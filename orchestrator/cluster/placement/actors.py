@@ -144,7 +144,7 @@ def check_fits(actors: Sequence[ActorPlan], num_cpus: float, num_gpus: float, wh
         raise ResourceError(
             f"The run asks for {gpus:g} GPU(s) and {where} {num_gpus:g}. Lower rollout.num_gpus_per_worker, "
             "rollout.num_workers, trainer.num_gpus_per_rank or trainer.num_ranks, point RAY_ADDRESS to a larger "
-            "cluster, or run on the CPU: model=tiny takes a small model, model=tiny model.path=DIRECTORY keeps yours."
+            "cluster, or run on the CPU: model=tiny takes a small model, model=tiny model.path=DIRECTORY one of yours."
         )
     if cpus > num_cpus:
         raise ResourceError(
