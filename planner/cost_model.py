@@ -45,11 +45,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
+from penstock.conf.weights import replaces_members
 from penstock.orchestrator.configuration.model_shape import ModelShape
-from penstock.orchestrator.configuration.run_memory import RunMemory
+from penstock.orchestrator.configuration.run_memory import RunMemory, keeps_weights_asleep
 from penstock.planner.durations import SyncSeconds
 from penstock.planner.hardware import KINDS, GpuKind
-from penstock.workers.weights.publication.costs import BUSES, PublicationTimes
+from penstock.workers.weights.publication.costs import BUSES, DEVICE_RATE, MOVED, PublicationTimes
 
 PACKAGE = "aiconfigurator-core"
 SYSTEMS = {
@@ -115,6 +116,21 @@ class Efficiencies:
     """Measured seconds of ranks over these, where a run says so."""
     overlap: float = 0.7
     """Share of FSDP's collectives that computation hides, where there is enough of it."""
+
+
+def colocated_bytes(memory: RunMemory) -> float:
+    """Bytes that a colocated step copies over the bus of one GPU, beside a publication: what a rank keeps of its state,
+    which serves while it is away (FSDP2); what it leaves and takes besides; scorers that come back; and weights of
+    engines that keep them asleep. What is frozen was copied to the host once."""
+    config, state = memory.config, memory.trained_bytes
+    is_offloaded = config.trainer.offload
+    keeps = config.faults.keep_state is not False and replaces_members(config) and not is_offloaded
+    moved = sum(one.resident for one in memory.scorers.values()) + (state if keeps else 0.0)
+    if not config.trainer.stays_on_device:
+        is_copied = not is_offloaded and (config.trainer.zero_stage > 0 or not keeps)
+        moved += memory.resident_bytes + (state if is_copied else 0.0)
+    asleep = memory.engine is not None and keeps_weights_asleep(config)
+    return moved + (2 * memory.engine.weights if memory.engine is not None and asleep else 0.0)
 
 
 @dataclass(frozen=True)
@@ -480,10 +496,20 @@ class RunDurations:
         config = self.memory.config
         if config.placement != "colocated":
             return 0.0
-        scorers = sum(one.resident for name, one in self.memory.ranks.items() if name.startswith("Scorer-"))
-        moved = (self.memory.resident_bytes + scorers) / BUSES[self.ranks_kind.bus]
-        slept = self.memory.engine.weights / BUSES[self.engines_kind.bus] if self.memory.engine else 0.0
-        return moved + slept
+        return colocated_bytes(self.memory) / 2 / BUSES[self.ranks_kind.bus]  # a step has two
+
+    def ipc_gain_s(self) -> float | None:
+        """Seconds of a step that weights.transport=ipc would save, negative where it costs some; None where it cannot
+        be."""
+        config = self.memory.config
+        if config.placement != "colocated" or config.rollout.tensor_parallel_size > 1 or not replaces_members(config):
+            return None
+        if config.trainer.lora.publishes_adapter or not config.rollout.capabilities.receives_streams:
+            return None
+        streamed = replace(config, weights=replace(config.weights, transport="ipc"))
+        other = replace(self, memory=replace(self.memory, config=streamed))
+        sync, on_device = self.sync(), MOVED * self.memory.publication_bytes / DEVICE_RATE
+        return sync.published_s + sync.paused_s - on_device + 2 * (self.turn_s() - other.turn_s())
 
     def _rank(self, name: str) -> RankCosts:
         shape = self.memory.shapes.get(name, self.memory.shapes["policy"])

@@ -154,6 +154,8 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
     for what, plan in find_speedups(search):
         gain = plan_of(search).step_s / plan.step_s
         say(f"With {what} a step would take about {best.step_s / gain:.1f} s ({gain:.2f}x).")
+    if line := ipc_line(search, best):
+        say(line)
     engines = (
         search.durations(plan.memory, kind, plan.candidate.ranks).engine
         for plan in classes for kind, _ in plan.candidate.engines
@@ -168,6 +170,19 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
     chosen = [*overrides, *overrides_of(search.base, best.candidate.keys)]
     say(f"\n{shlex.join(['penstock', 'run', *chosen])}")
     return chosen
+
+
+def ipc_line(search: Search, plan: Plan) -> str:
+    """What handles to GPU memory would gain and cost; nothing where they cannot be."""
+    (kind, _), *_ = plan.candidate.engines
+    gain = search.durations(plan.memory, kind, plan.candidate.ranks).ipc_gain_s()
+    if gain is None:
+        return ""
+    change = f"save {gain:.1f}" if gain > 0 else f"cost {-gain:.1f}"
+    return (
+        f"weights.transport=ipc would {change} s a step, and any death of a rank or an engine would be a return to the "
+        "checkpoint. So it is taken by name alone."
+    )
 
 
 def print_probes(probes: Sequence[Probe], console: Console) -> list[str]:

@@ -178,6 +178,11 @@ class RunMemory:
         beside = [*self.scorers.values()] if scorers_share_gpus(self.config) else []
         return sum(one.total for one in beside), PROCESS_BYTES * len(beside)
 
+    @property
+    def trained_bytes(self) -> float:
+        """Bytes of a rank's master weights and moments: its part of a copy of the state."""
+        return STATE_BYTES * sum(_trained(self)) / self.config.trainer.num_ranks
+
     def peaks(self) -> dict[str, float]:
         """Bytes at the peak of a GPU of each kind, by what is on it, its processes included."""
         config = self.config
@@ -424,11 +429,16 @@ def _of_engines(memory: RunMemory, num_engines: int) -> list[HostPart]:
     if not config.rollout.num_gpus_per_worker:
         total = num_engines * config.rollout.tensor_parallel_size * engine.total
         return [HostPart("engines: weights, cache and step", MEMORY, total, "rollout.kv_cache_gib")]
-    keeps_weights = config.trainer.lora.publishes_adapter or choose_transport(config) in STREAMS
-    if config.placement != "colocated" or (config.rollout.capabilities.discards_weights and not keeps_weights):
+    if config.placement != "colocated" or not keeps_weights_asleep(config):
         return []
     asleep = num_engines * config.rollout.tensor_parallel_size * engine.weights
     return [HostPart("weights of engines that sleep", PINNED, asleep, "placement=disaggregated")]
+
+
+def keeps_weights_asleep(config: RunConfig) -> bool:
+    """Return whether engines that sleep keep their weights in host memory: no publication brings them again."""
+    comes_again = not config.trainer.lora.publishes_adapter and choose_transport(config) not in STREAMS
+    return not (config.rollout.capabilities.discards_weights and comes_again)
 
 
 def _trained(memory: RunMemory) -> list[float]:
