@@ -42,6 +42,15 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     return memory
 
 
+def page_locked_file(descriptor: int, num_bytes: int, device: torch.device) -> mmap.mmap:
+    """A mapping of a whole file, shared and writable. Page-locked for a CUDA device for as long as something refers to
+    it; plain for others, and where the driver refuses, which is logged."""
+    mapping = _Mapping(descriptor, num_bytes)
+    if device.type == "cuda":
+        mapping.register(torch.frombuffer(mapping, dtype=torch.uint8).data_ptr(), num_bytes, device)
+    return mapping
+
+
 class _Mapping(mmap.mmap):
     """Mapped memory that is taken from the driver before it is unmapped."""
 

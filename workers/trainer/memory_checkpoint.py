@@ -27,6 +27,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -34,6 +35,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.conf.errors import DataflowError, DeadlineExceeded, MemoryCheckpointError, PartnerGone
+from penstock.workers.runtime.host_memory import page_locked_file
 from penstock.workers.trainer.memory_slots import BLOCK_BYTES, Block, Header, PieceInfo, Slots, reserve_slots
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks, phase
@@ -78,7 +80,10 @@ class MemoryCheckpoint:
         self._is_saved = is_saved
         self._state, self._trainer, self._ranks = state, trainer, trainer.ranks
         self.slots = Slots(root, trainer.ranks.rank)
-        self._mappings = WritableMappings()
+        config, device = trainer.config, trainer.ranks.device
+        leaves = 0 < config.num_gpus_per_rank < 1 and not config.stays_on_device
+        # From page-locked memory a rank comes back at the rate of the bus.
+        self._mappings = WritableMappings(partial(page_locked_file, device=device)) if leaves else WritableMappings()
         self._threads = ThreadPoolExecutor(torch.get_num_threads())
         self._lineage: str | None = None
         """The id that all ranks share; None before the first copy."""

@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.workers.runtime import host_memory
-from penstock.workers.runtime.host_memory import ALIGNMENT, HostBuffer, HostPart, page_locked
+from penstock.workers.runtime.host_memory import ALIGNMENT, HostBuffer, HostPart, page_locked, page_locked_file
 from tests.amounts import amount
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -125,3 +126,17 @@ def test_parts_that_are_out_share_no_byte(steps: list[tuple[int, int]]) -> None:
         del held[:dropped], part
         for value, one in held:
             assert (one.memory == value).all()
+
+
+def test_a_file_is_registered_as_it_is_and_its_bytes_are_shared(driver: Driver, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(2**13 + 5))
+    with file.open("r+b") as opened:
+        mapping = page_locked_file(opened.fileno(), 2**13 + 5, CUDA)
+        plain = page_locked_file(opened.fileno(), 2**13 + 5, CPU)
+    assert list(driver.registered.values()) == [2**13 + 5]
+    mapping[7] = 3
+    assert file.read_bytes()[7] == plain[7] == 3
+    del mapping
+    gc.collect()
+    assert driver.events == ["waited", "unregistered"]

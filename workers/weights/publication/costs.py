@@ -11,7 +11,7 @@ Seconds of a publication, and of the engine's pause for it (`PublicationTimes`):
     written   each rank's share over its GPU's bus into a buffer, and from there into the file, both at once
     brought   to another node by the relays, while it is written
     checked   by the engine, which continues to generate
-    paused    the part of each of the engine's GPUs, from the file to the GPU; nothing else happens meanwhile
+    paused    the part of each of the engine's GPUs, from the page-locked file; nothing else happens meanwhile
 
 Rates of the processor were measured (docs/performance.md); those of buses are the attainable part of their nominal
 rate. None was measured on a GPU. Links between nodes are known where a run has measured them; otherwise a version takes
@@ -46,8 +46,6 @@ RELAY_RATE = 3.2e9
 """Bytes a second that a relay receives, checks and keeps, for each lane and core."""
 CHECK_RATE = 6.4e9
 """Bytes a second that a thread reads of a file that was just mapped, and sums."""
-COPY_RATE = 12e9
-"""Bytes a second that a thread copies: a GPU's driver takes memory that is not page-locked through such a copy."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class PublicationTimes:
         return self.num_bytes / (CHECK_RATE * self.threads_per_node)
 
     def paused_s(self, bus: str) -> float:
-        return self.num_bytes / self.gpus_per_engine / min(BUSES[bus], COPY_RATE)
+        return self.num_bytes / self.gpus_per_engine / BUSES[bus]
 
     def on_one_node_s(self, bus: str) -> float:
         """Seconds from the step's end until an engine pauses, on the ranks' node."""

@@ -27,7 +27,7 @@ import os
 import platform
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,7 +137,9 @@ class WritableMappings:
     """A process's mappings of files that it writes again and again. Lifecycle: `unmap_stale` and `map` for each
     version; `close`. Threads may share it: a mapping that one releases stays with the threads that have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int, int], mmap.mmap] = mmap.mmap) -> None:
+        """`make`: maps an open file, of so many bytes."""
+        self._make = make
         self._files: dict[tuple[int, int], WritableFile] = {}
         """Mapped files by device and inode."""
         self._lock = threading.Lock()
@@ -153,7 +155,7 @@ class WritableMappings:
                 return replace(self._files[key], is_fresh=False)
             if key in self._files:
                 os.close(self._files.pop(key).descriptor)
-            self._files[key] = WritableFile(mmap.mmap(descriptor, status.st_size), root, descriptor)
+            self._files[key] = WritableFile(self._make(descriptor, status.st_size), root, descriptor)
             return self._files[key]
 
     def unmap_stale(self, root: Path) -> None:
@@ -342,6 +344,16 @@ class MappedWeights:
                 self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
         except (FileNotFoundError, BlockingIOError):
             raise _reclaimed(manifest) from None
+
+    def read_from(self, files: WritableMappings) -> None:
+        """Make tensors of the lasting mapping that a process has of this file, page-locked for its GPU. They must not
+        be written to, and this object must outlive them, as the lock is its own."""
+        root = self.manifest.directory.parent
+        files.unmap_stale(root)
+        with contextlib.suppress(FileNotFoundError):
+            found = files.map(self.manifest.file, root)
+            if os.fstat(found.descriptor).st_ino == self.inode:  # else the version was published again
+                self._memory, self._locking = found.memory, self._memory
 
     def populate(self) -> None:
         """Fill the page tables, so that loading meets no page fault: most of a first read's time."""

@@ -3,7 +3,9 @@ side of `RolloutEngine.load`, and calls that the processes answer (`WorkerCalls`
 
 `ShmTransferEngine` loads a publication. While the engine generates on, `init_transfer_engine` has the file mapped and
 its page tables filled; once generation is paused, `start_weight_update`, `update_weights` and `finish_weight_update`
-load it. Each worker maps the same file; vLLM's own loaders take the slice that its rank holds. Either the caller has
+load it. Each worker maps the same file; vLLM's own loaders take the slice that its rank holds. A GPU copies from
+page-locked memory at the rate of its bus: the files that take turns are locked once each, in that thread, since it
+takes longer than the copy. Either the caller has
 checked the checksums and holds a lock on the file until all is loaded, or they are checked here before the model is
 changed.
 
@@ -18,6 +20,7 @@ import pickle
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,8 +33,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
+from penstock.workers.runtime.host_memory import page_locked_file
 from penstock.workers.weights.checkpoint_form import nonfinite_weights
-from penstock.workers.weights.publication.publication_files import MappedWeights
+from penstock.workers.weights.publication.publication_files import MappedWeights, WritableMappings
 from penstock.workers.weights.vllm.plugin import PICKLED
 
 
@@ -64,12 +68,19 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
     _prepared: tuple[MappedWeights, threading.Thread] | None = None
+    _files: WritableMappings | None = None
+    """Page-locked files, where the model is on a GPU."""
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the file and fill its page tables in a thread, while the engine generates. vLLM has no other call
         that announces a version before it is loaded."""
         mapped = MappedWeights(Publication(init_info.directory, init_info.version))
-        thread = threading.Thread(target=mapped.populate, name="populate-publication", daemon=True)
+        prepare = mapped.populate
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._files = self._files or WritableMappings(partial(page_locked_file, device=device))
+            prepare = partial(mapped.read_from, self._files)
+        thread = threading.Thread(target=prepare, name="populate-publication", daemon=True)
         self._prepared = (mapped, thread)
         thread.start()
 

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import mmap
 import multiprocessing
 import os
 import random
@@ -96,6 +97,37 @@ def test_a_file_is_free_again_when_its_reader_has_let_go(tmp_path: Path) -> None
     MappedWeights(first).verify()
     publish(tmp_path, 2)
     assert inode(publish(tmp_path, 3)) == expected
+
+
+def test_a_process_maps_the_files_that_take_turns_once_each_and_reads_the_present_version(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make(descriptor: int, num_bytes: int) -> mmap.mmap:
+        made.append(num_bytes)
+        return mmap.mmap(descriptor, num_bytes)
+
+    files = WritableMappings(make)
+    for version in range(1, 7):
+        publication = publish(tmp_path, version)
+        mapped = MappedWeights(publication)
+        mapped.read_from(files)
+        mapped.verify()
+        assert torch.all(mapped.tensor("a") == version)
+        del mapped
+    assert len(made) == 2
+    held = MappedWeights(publication)
+    held.read_from(files)
+    for version in range(7, 10):  # its file is locked all the same
+        publish(tmp_path, version)
+    assert torch.all(held.tensor("a") == 6)
+
+
+def test_a_version_published_again_is_not_read_in_the_place_of_the_one_that_was_verified(tmp_path: Path) -> None:
+    loading = MappedWeights(publish(tmp_path, 1))
+    write_publication(tmp_path, 1, [(name, torch.full((ELEMENTS,), 9.0)) for name in ("a", "b")])
+    loading.read_from(WritableMappings())
+    loading.verify()
+    assert torch.all(loading.tensor("a") == 1)
 
 
 def test_a_manifest_read_before_its_file_was_taken_maps_nothing(
