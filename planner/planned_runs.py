@@ -105,7 +105,8 @@ def is_planned(run: ResolvedRun) -> bool:
     config = run.config
     if config.plan != "auto" or not (config.rollout.num_gpus_per_worker and config.trainer.num_gpus_per_rank):
         return False
-    roles = {actor.role for actor in run.plan if actor.num_gpus}
+    # An engine that is split over the GPUs of ranks reserves none itself.
+    roles = {actor.role for actor in run.plan if actor.num_gpus or actor.role == "rollout"}
     can_plan = {"rollout", "trainer"} <= roles <= {"rollout", "trainer", "scorer"}
     return can_plan and config.rollout.capabilities.is_estimated
 
