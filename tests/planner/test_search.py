@@ -118,7 +118,7 @@ def config_words(model: str, words: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(("model", "words", "cluster", "named"), [
-    ("Qwen/Qwen2.5-14B", (), "1x1:l4", ["a cluster of 1x2:l4", "a cluster of 1x1:a100-40gb"]),
+    ("Qwen/Qwen2.5-14B", (), "1x1:l4", ["a cluster of 1x4:l4", "a cluster of 1x1:a100-40gb"]),
     ("Qwen/Qwen2.5-7B", ("trainer.activation_checkpointing=false", *LONG), "1x1:l40s",
      ["trainer.activation_checkpointing=true", "rollout.max_model_len=4096 rollout.sampling.max_tokens=3840"]),
 ])  # fmt: skip
