@@ -26,7 +26,7 @@ from penstock.workers.protocols import Datum, ForwardOutput, LossCall
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.minibatches import LossArguments
+from penstock.workers.trainer.update.minibatches import LossSignature
 from penstock.workers.trainer.update.sequences import TARGETS
 from penstock.workers.trainer.update.tally import Tally
 
@@ -56,7 +56,7 @@ class DatumTrainer(PolicyTrainer):
         `DataError` on all ranks alike, having changed nothing."""
         formula = _no_loss if loss is None else summed_loss(loss.name, loss.config)
         rows = self._fail_together(lambda: rows_of(data, loss, self._limits))
-        inputs = LossArguments.of(formula, rows.names)
+        inputs = LossSignature.of(formula, rows.names)
         with self._phase("agreement on micro-batches"):
             minibatches = self._batcher.minibatches(rows, inputs, 1)
         tally, found = Tally(), [np.zeros(0, np.float32)] * len(data)

@@ -65,7 +65,7 @@ from penstock.workers.trainer.step_meter import clock, size_of
 from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
-from penstock.workers.trainer.update.minibatches import Batcher, LossArguments, Minibatch
+from penstock.workers.trainer.update.minibatches import Batcher, LossSignature, Minibatch
 from penstock.workers.trainer.update.picture_places import Pictures
 from penstock.workers.trainer.update.tally import Tally, TokenAges, add_mismatch, with_shares
 from penstock.workers.weights.chain.plan import ChunkPlan
@@ -76,7 +76,7 @@ from penstock.workers.weights.piece import Piece
 class UpdateContext:
     """The parts of one update that all its micro-batches share."""
 
-    inputs: LossArguments
+    inputs: LossSignature
     tally: Tally
     old_logprobs: list[np.ndarray] | None
     """Log-probabilities before the update, `[T_i]` for each row, where the loss asks for them and weights change before
@@ -352,11 +352,11 @@ class PolicyTrainer:
         beta1, beta2 = config.betas
         return AdamParams(rate, beta1, beta2, config.eps, config.weight_decay, config.clip_norm)
 
-    def _planned(self, rows: Rows, loss: Loss, count: int | None = None) -> tuple[LossArguments, list[Minibatch]]:
+    def _planned(self, rows: Rows, loss: Loss, count: int | None = None) -> tuple[LossSignature, list[Minibatch]]:
         """What the loss reads, and the minibatches, `count` or as many as configured. Collective."""
         if not self.trainable:
             raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
-        inputs = LossArguments.of(loss, rows.names)
+        inputs = LossSignature.of(loss, rows.names)
         with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
             return inputs, self._batcher.minibatches(rows, inputs, count or self.config.num_minibatches)
 

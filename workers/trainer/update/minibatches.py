@@ -43,7 +43,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
-class LossArguments:
+class LossSignature:
     """A loss and what it reads. `columns` are those that it must have and those of its optional ones that the rows
     bring.
     """
@@ -55,7 +55,7 @@ class LossArguments:
     provided: tuple[str, ...]
 
     @classmethod
-    def of(cls, loss: Loss, names: tuple[str, ...]) -> "LossArguments":
+    def of(cls, loss: Loss, names: tuple[str, ...]) -> "LossSignature":
         """Find what a loss reads. `names`: columns of the rows. Raises `DataflowError` for a column that the loss needs
         and the rows lack."""
         provided, columns = [], []
@@ -127,7 +127,7 @@ class Batcher:
         count = max(self.ranks.gather(len(batches)))
         return self._pad(batches, count)
 
-    def minibatches(self, rows: Rows, inputs: LossArguments, count: int) -> list[Minibatch]:
+    def minibatches(self, rows: Rows, inputs: LossSignature, count: int) -> list[Minibatch]:
         """Make `count` minibatches, one for each optimizer step of an update, with the columns that the loss takes."""
         self._prepare_pictures(rows)
         compared = [name for name in ("behavior_logprobs", "token_versions") if name in rows]
