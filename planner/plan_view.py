@@ -17,7 +17,7 @@ from rich.table import Table
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.memory_view import required_bytes
+from penstock.orchestrator.configuration.memory_view import required_host_bytes
 from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.planner.calibration import (
     Probe,
@@ -222,7 +222,7 @@ def table_of(plans: Sequence[Plan]) -> Table:
         table.add_row(
             _way(plan), _engines(plan), _ranks(plan), f"{plan.step_s:.1f}",
             f"{found.tokens_per_s:,.0f}", f"{plan.gpu_hours:,.0f}", f"{max(peaks.values()) / GIB:.0f}",
-            f"{required_bytes(plan.host) / GIB:,.0f}",
+            f"{required_host_bytes(plan.host) / GIB:,.0f}",
             f"{100 * found.engines_idle:.0f} {100 * found.ranks_idle:.0f}",
         )  # fmt: skip
     return table

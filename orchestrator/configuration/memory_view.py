@@ -158,7 +158,7 @@ class MemoryView:
         for who_has, parts, total, shared in self._rooms():
             copies = sum(part.num_bytes for part in parts if part.name in (KEPT, KEPT_OF_OTHERS))
             in_shared = _sum([part for part in parts if not part.is_optional], SHARED)
-            room, where = min((total - required_bytes(parts), "memory"), (shared - in_shared, SHARED))
+            room, where = min((total - required_host_bytes(parts), "memory"), (shared - in_shared, SHARED))
             if copies > room:
                 return (
                     f"copies of the state are {_gib(copies)} GiB, and {who_has} {_gib(max(0.0, room))} GiB of {where} "
@@ -320,14 +320,14 @@ def with_memory(run: ResolvedRun, nodes: Sequence[Node]) -> list[ActorPlan]:
     ]
 
 
-def required_bytes(parts: Sequence[HostPart]) -> float:
+def required_host_bytes(parts: Sequence[HostPart]) -> float:
     """Bytes of host memory that a node cannot do without."""
     return _sum([part for part in parts if part.place != CACHE and not part.is_optional])
 
 
 def check_host(parts: Sequence[HostPart], total: float, who_has: str) -> None:
     """Raise `ResourceError` where a node could never hold what it cannot do without. `total`: bytes of its memory."""
-    if (wanted := required_bytes(parts)) > total:
+    if (wanted := required_host_bytes(parts)) > total:
         largest = [part for part in parts if part.place != CACHE and not part.is_optional and part.key][:2]
         raise ResourceError(
             f"the run needs {_gib(wanted)} GiB of host memory, and {who_has} {_gib(total)}: "

@@ -13,7 +13,7 @@ from penstock.conf.errors import ConfigError, ResourceError
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration import prerequisites
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.configuration.memory_view import required_bytes
+from penstock.orchestrator.configuration.memory_view import required_host_bytes
 from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import checks
@@ -146,11 +146,11 @@ def test_a_plan_says_what_it_takes_of_the_host(capsys: pytest.CaptureFixture[str
     """All of 72.7B parameters' weights and moments are offloaded, 12 bytes each."""
     plan = plan_of(search_of(load_config([*LARGE]), "1x8:h100", "1000"))
     assert plan.config.trainer.offload
-    assert required_bytes(plan.host) > 12 * 72.7e9
+    assert required_host_bytes(plan.host) > 12 * 72.7e9
     assert main(["plan", *LARGE, "--cluster", "1x8:h100", "--lengths", "1000"]) == 0
     said = capsys.readouterr().out
     assert "host" in said
-    assert f" {required_bytes(plan.host) / 2**30:,.0f} " in said
+    assert f" {required_host_bytes(plan.host) / 2**30:,.0f} " in said
 
 
 def test_a_plan_that_the_host_has_no_room_for_is_none() -> None:
