@@ -1,5 +1,6 @@
 """Plans of runs have the GPUs of a real Ray that counts some which are not there."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -27,6 +28,15 @@ def nodes(warm_python: list[str]) -> Iterator[list[Node]]:
         yield cluster_nodes()
 
 
+def wait_until_used(nodes: list[Node], gpus: float) -> None:
+    """Wait until so many GPUs are reserved: Ray tells it a moment later."""
+    deadline, used = time.monotonic() + 300, -1.0
+    while used != pytest.approx(gpus, abs=0.01):
+        assert time.monotonic() < deadline, (used, gpus)
+        used = sum(node.gpus for node in nodes) - sum(node.gpus for node in free_nodes())
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(("model", "lora", "kl", "label", "used"), [
     ("0.5B", 0, 0.0, "L4", 2), ("7B", 0, 0.01, "A100-40G", 2), ("7B", 32, 0.01, "L4", 1), ("32B", 0, 0.0, "H200", 2),
     ("30B-A3B", 32, 0.01, "A100", 2),
@@ -41,8 +51,7 @@ def test_ray_gives_a_run_the_gpus_of_its_plan(
     run = resolve(load_config(planned_words(*words)))
     reservation = Reservation.make(run.plan, run.config, f"penstock-{model}-0123abcd-00000000", 300)
     try:
-        wanted = sum(actor.num_gpus for actor in run.plan)
-        free = {node.id: node.gpus for node in free_nodes()}
-        assert sum(node.gpus - free[node.id] for node in nodes) == pytest.approx(wanted, abs=0.01)
+        wait_until_used(nodes, sum(actor.num_gpus for actor in run.plan))
     finally:
         reservation.release()
+    wait_until_used(nodes, 0)
