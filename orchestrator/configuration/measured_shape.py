@@ -57,7 +57,8 @@ def _made(values: dict[str, Any], dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**{name: value for name, value in values.items() if name != "torch_dtype"})
-    lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    make: Any = AutoModelForCausalLM.from_config
+    lm = make(config, dtype=dtype)
     lm.tie_weights()
     return lm.train()
 

@@ -65,7 +65,7 @@ class _Mapping(mmap.mmap):
             return
         _LOG.warning(
             "%.1f GiB of host memory cannot be page-locked (CUDA error %d): copies from and to the GPU take longer. "
-            "Give the container more memory, or set trainer.activation_offload=false and trainer.offload=false.",
+            "Raise ulimit -l or the container's memory; or set trainer.activation_offload=false, trainer.offload=false",
             num_bytes / 2**30, code,
         )  # fmt: skip
         _forget_error(device)
@@ -88,6 +88,11 @@ class _Block:
     end: int = 0
     """Bytes that were given out since it was empty."""
     num_parts: int = 0
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes that a part takes."""
+    return num_bytes + -num_bytes % ALIGNMENT
 
 
 class HostPart:
@@ -116,11 +121,16 @@ class HostBuffer:
         """Bytes that it has."""
         return sum(len(block.memory) for block in self._blocks)
 
+    @property
+    def is_free(self) -> bool:
+        """True if none of its parts is out."""
+        return not any(block.num_parts for block in self._blocks)
+
     def reserve(self, num_bytes: int) -> None:
         """Have room for parts of so many bytes in all, each rounded up to `ALIGNMENT`, in one piece. Raises
         `RuntimeError` while parts are out."""
         with self._lock:
-            if any(block.num_parts for block in self._blocks):
+            if not self.is_free:
                 raise RuntimeError("host memory is enlarged while parts of it are in use")
             if len(self._blocks) != 1 or len(self._blocks[0].memory) < num_bytes:
                 self._blocks = []  # given back first
@@ -128,9 +138,9 @@ class HostBuffer:
 
     def take(self, num_bytes: int) -> HostPart:
         """A part of so many bytes. Their values are not defined."""
-        size = num_bytes + -num_bytes % ALIGNMENT
+        size = padded(num_bytes)
         with self._lock:
-            if len(self._blocks) > 1 and not any(block.num_parts for block in self._blocks):
+            if len(self._blocks) > 1 and self.is_free:
                 self.reserve(sum(block.end for block in self._blocks))
             for block in self._blocks:
                 if not block.num_parts:

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("without_inductor")
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What went to the host, small as it may be."""
     copies: list[Tensor] = []
-    copy = engine_module._to_host
+    copy = engine_module.to_host
 
     def noted(buffer: HostBuffer, saved: Tensor) -> engine_module.KeptActivation:
         part, tensor = copy(buffer, saved)
@@ -62,7 +62,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return part, tensor
 
     monkeypatch.setattr(engine_module, "MIN_OFFLOADED_BYTES", 1)
-    monkeypatch.setattr(engine_module, "_to_host", noted)
+    monkeypatch.setattr(engine_module, "to_host", noted)
     return copies
 
 
@@ -129,7 +129,7 @@ def test_results_do_not_keep_themselves_alive() -> None:
         assert alive() is None
 
 
-def test_strided_activations_come_back_as_they_were_from_memory_that_is_used_again() -> None:
+def test_strided_activations_come_back_from_memory_that_is_used_again() -> None:
     buffer = HostBuffer(torch.device("cpu"))
     base = torch.arange(3.0 * 2**16).reshape(3, 2**16)
     for seed in range(3):

@@ -9,7 +9,7 @@ Legend: R copies, F ranks that FSDP2 splits one over, T ranks of tensor parallel
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import swap_tensors
 
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.workers.protocols import AdamParams
+from penstock.workers.runtime.host_memory import HostBuffer, HostPart, padded
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
@@ -70,6 +71,13 @@ class FsdpEngine:
         if config.sequence_parallel_size > 1:
             peers = ranks.process_group(config.tensor_parallel_size, config.sequence_parallel_size)
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
+        self.optimizer: torch.optim.AdamW | None = None
+        self._frozen = {f"weights/{name}" for name, one in model.lm.named_parameters() if not one.requires_grad}
+        """Names of what is not trained."""
+        self.host, self.frozen_host = HostBuffer(ranks.device), HostBuffer(ranks.device)
+        """Host memory of the model: while an engine has the device, or all the time if it is offloaded."""
+        self._left: dict[str, HostPart] = {}
+        """Parts of it that hold what this rank has."""
         self.where = ""
         self.form = CheckpointForm(model.lm)
         self._stacked_form = CheckpointForm(model.lm, stacked=True)
@@ -103,7 +111,11 @@ class FsdpEngine:
         """Give the shards memory and their starting values. Buffers have theirs already, and are where `fully_shard`
         has moved them."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        self.model.to_empty(device=device)
+        if self._is_offloaded:  # page-locked memory, of which FSDP2 makes no page-locked copy
+            self._replace_by(self._host_memory(dict(self._own_tensors())))
+            self.model.to(device)
+        else:
+            self.model.to_empty(device=device)
         for name, buffer in buffers.items():
             put_buffer(self.model, name, buffer)
         for name, parameter in self.model.lm.named_parameters():
@@ -115,12 +127,45 @@ class FsdpEngine:
 
     def take_device(self) -> None:
         self._move(self.ranks.device)
+        self._left = {name: part for name, part in self._left.items() if name in self._frozen}
 
     def leave_device(self, kept: KeptState = NOTHING_KEPT) -> None:
         self.free()
         if not self._is_offloaded:
-            self._replace_by(kept)
+            self._replace_by(self._copied(kept))
         self._move(HOST)
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and moments, by the names of pieces of `state`."""
+        for name, parameter in self.model.lm.named_parameters():
+            yield f"weights/{name}", parameter
+            state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+            yield from ((f"{moment}/{name}", state[moment]) for moment in MOMENTS if state)
+
+    def _copied(self, kept: KeptState) -> KeptState:
+        """`kept`, and all else as copies in this rank's host memory, which serves again the next time. What is not
+        trained stays there, and is copied once."""
+        missing = {name: tensor for name, tensor in self._own_tensors() if not holds(kept.get(name), tensor)}
+        there = {*self._left}
+        copies = self._host_memory(missing)
+        for name, tensor in missing.items():
+            if name not in there:
+                copies[name].copy_(local(tensor).detach(), non_blocking=True)
+        return {**kept, **copies}
+
+    def _host_memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Host memory for what this rank has of these tensors. Those that have some keep it, with its values."""
+        own = {name: local(tensor) for name, tensor in tensors.items()}
+        for buffer, names in (
+            (self.frozen_host, [name for name in own if name in self._frozen]),
+            (self.host, [name for name in own if name not in self._frozen]),
+        ):
+            if buffer.is_free:
+                buffer.reserve(sum(padded(own[name].nbytes) for name in names))
+            for name in names:
+                if name not in self._left:
+                    self._left[name] = buffer.take(own[name].nbytes)
+        return {name: self._left[name].memory.view(one.dtype).view(one.shape) for name, one in own.items()}
 
     @torch.no_grad()
     def _replace_by(self, kept: KeptState) -> None:
@@ -303,13 +348,18 @@ class FsdpEngine:
         return Piece(name, shape, first, rows[share])
 
 
+def holds(values: Tensor | None, tensor: Tensor) -> bool:
+    """Return whether values are all that this rank has of a tensor."""
+    own = local(tensor)
+    return values is not None and (values.shape, values.dtype) == (own.shape, own.dtype)
+
+
 def with_memory(tensor: Tensor, values: Tensor | None) -> Tensor | None:
     """A tensor like this one in the host memory of its values; None where these are not all that this rank has."""
-    own = local(tensor)
-    if values is None or (values.shape, values.dtype) != (own.shape, own.dtype):
+    if values is None or not holds(values, tensor):
         return None
     found = torch.empty_like(tensor.detach(), device=HOST)  # memory that is never touched
-    local(found).set_(values)
+    local(found).set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())
     return found
 
 

@@ -229,14 +229,15 @@ class HostActivations(saved_tensors_hooks):
 
     def __init__(self, buffer: HostBuffer) -> None:
         """`buffer`: of the device, used again by each forward; forward and backward run on one stream."""
-        super().__init__(partial(_to_host, buffer), partial(_from_host, buffer.device))
+        super().__init__(partial(to_host, buffer), partial(from_host, buffer.device))
 
 
 KeptActivation = tuple[HostPart | None, Tensor]
 """Memory on the host, and the tensor in it; None and the tensor itself where it stays."""
 
 
-def _to_host(buffer: HostBuffer, saved: Tensor) -> KeptActivation:
+def to_host(buffer: HostBuffer, saved: Tensor) -> KeptActivation:
+    """Copy what is saved for backward, unless it is a weight or small."""
     if isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter):
         return None, saved
     if saved.nbytes < MIN_OFFLOADED_BYTES:
@@ -247,7 +248,8 @@ def _to_host(buffer: HostBuffer, saved: Tensor) -> KeptActivation:
     return part, copy.copy_(saved.detach(), non_blocking=True)
 
 
-def _from_host(device: torch.device, kept: KeptActivation) -> Tensor:
+def from_host(device: torch.device, kept: KeptActivation) -> Tensor:
+    """Copy it back, on whichever device it was."""
     part, saved = kept
     if part is None:
         return saved

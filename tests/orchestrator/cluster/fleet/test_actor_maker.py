@@ -96,5 +96,5 @@ def test_memory_that_engines_map_by_handles_is_not_in_segments_that_grow(
     for name in ALLOCATOR_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(trainer_actor, "check_torch_build", lambda: None)
-    trainer_actor._Rank(spec)
+    trainer_actor.Trainer(spec)
     assert os.environ.pop("PYTORCH_ALLOC_CONF", None) == (EXPANDABLE if expands else None)

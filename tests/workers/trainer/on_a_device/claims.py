@@ -45,8 +45,10 @@ from penstock.algorithms.losses.preference import (
 )
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.runtime.host_memory import padded
 from penstock.workers.trainer.assembly import TrainerParts, assemble_scorer, assemble_trainer
 from penstock.workers.trainer.engines import train_engine
+from penstock.workers.trainer.engines.mesh import local
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.rank_spec import ScorerSpec, TrainerSpec
@@ -164,6 +166,30 @@ def it_leaves_nothing_there_and_comes_back_the_same(kind: str) -> None:
         assert_near(state_of(stays), state_of(leaves), 0.0)
         for trainer in (stays, leaves):
             trainer.leave_device()
+        assert_nothing_there()
+
+
+def it_leaves_into_the_same_host_memory_each_time_and_copies_what_is_frozen_once() -> None:
+    for options in ({}, {"lora": LoraConfig(rank=2)}, {"lora": LoraConfig(rank=2), "dtype": "bfloat16"}):
+        trainer, moved, memory = made(**options), [], []
+        for seed in range(3):
+            trainer.update(rows_of(seed), ppo_clip_loss)
+            before = crossed[TO_HOST]
+            trainer.leave_device()
+            moved.append(crossed[TO_HOST] - before)
+            sizes = [buffer.num_bytes for buffer in (trainer.engine.host, trainer.engine.frozen_host)]
+            memory.append((*sizes, *(local(one).data_ptr() for one in trainer.model.parameters())))
+            assert {one.device.type for one in trainer.model.parameters()} == {"cpu"}
+            trainer.take_device()
+        parameters = list(trainer.model.parameters())
+        frozen = sum(one.nbytes for one in parameters if not one.requires_grad)
+        trained = [one.nbytes for one in parameters if one.requires_grad]
+        parts = [one.nbytes for one in parameters] + 2 * trained
+        assert memory == memory[:1] * 3
+        assert sum(memory[0][:2]) == sum(map(padded, parts))
+        assert moved[1:] == [moved[0] - frozen] * 2
+        assert moved[1] - 3 * sum(trained) < 1000  # buffers, and the count of AdamW's steps
+        trainer.leave_device()
         assert_nothing_there()
 
 
@@ -466,6 +492,13 @@ def tensors_of_two_devices_are_refused() -> None:
         raise AssertionError("tensors of two devices were taken")
     assert (there + 1.0).sum().item() == 4.0
     assert live_bytes() == there.untyped_storage().nbytes()
+
+
+COUNTED = (
+    a_colocated_step_moves_its_state_as_often_as_counted_here,
+    it_leaves_into_the_same_host_memory_each_time_and_copies_what_is_frozen_once,
+)
+"""Claims that count by what the fake device alone has."""
 
 
 def claims() -> Iterator[tuple[str, Callable[[], None]]]:
