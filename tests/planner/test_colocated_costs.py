@@ -50,7 +50,7 @@ def test_two_turns_take_what_a_step_copies_at_the_rate_of_the_bus() -> None:
     assert durations_of(memory_of("placement=disaggregated")).turn_s() == 0.0
 
 
-def test_ipc_gains_what_goes_through_the_host_and_costs_what_sleeping_engines_keep() -> None:
+def test_ipc_gains_the_way_through_the_host_less_what_sleeping_engines_keep() -> None:
     stays = durations_of(memory_of("trainer.stay_on_device=true"))
     sync, weights = stays.sync(), 2 * SHAPE.num_parameters
     expected = (

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from penstock.algorithms.losses.preference import (
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.runtime.host_memory import padded
+from penstock.workers.trainer import memory_checkpoint
 from penstock.workers.trainer.assembly import TrainerParts, assemble_scorer, assemble_trainer
 from penstock.workers.trainer.engines import train_engine
 from penstock.workers.trainer.engines.mesh import local
@@ -377,18 +378,21 @@ class Traffic:
 @contextmanager
 def counting(num_parameters: int) -> Iterator[Traffic]:
     traffic, before = Traffic(), crossed.copy()
-    copy, block = publications._copy, xxhash.xxh3_128_hexdigest
+    copy, block = publications.copy_and_sum, xxhash.xxh3_128_hexdigest
 
-    def copied(source: Tensor, target: Tensor) -> None:
-        traffic.copied += target.nbytes
-        traffic.summed += target.nbytes
-        copy(source, target)
+    def copied(values: Tensor, target: memoryview, dtype: str) -> str:
+        traffic.copied += len(target)
+        traffic.summed += len(target)
+        return copy(values, target, dtype)
 
     def summed(data: Any) -> str:
         traffic.summed += len(data)
         return block(data)
 
-    with patch.object(publications, "_copy", copied), patch.object(xxhash, "xxh3_128_hexdigest", summed):
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(xxhash, "xxh3_128_hexdigest", summed))
+        for module in (publications, memory_checkpoint):
+            patches.enter_context(patch.object(module, "copy_and_sum", copied))
         yield traffic
     traffic.to_host = crossed[TO_HOST] - before[TO_HOST]
     traffic.to_device = crossed[TO_DEVICE] - before[TO_DEVICE]

@@ -99,7 +99,7 @@ def test_a_file_is_free_again_when_its_reader_has_let_go(tmp_path: Path) -> None
     assert inode(publish(tmp_path, 3)) == expected
 
 
-def test_a_process_maps_the_files_that_take_turns_once_each_and_reads_the_present_version(tmp_path: Path) -> None:
+def test_files_that_take_turns_are_mapped_once_and_read_as_the_present_version(tmp_path: Path) -> None:
     made: list[int] = []
 
     def make(descriptor: int, num_bytes: int) -> mmap.mmap:
@@ -122,7 +122,7 @@ def test_a_process_maps_the_files_that_take_turns_once_each_and_reads_the_presen
     assert torch.all(held.tensor("a") == 6)
 
 
-def test_a_version_published_again_is_not_read_in_the_place_of_the_one_that_was_verified(tmp_path: Path) -> None:
+def test_a_version_published_again_is_not_read_for_the_one_that_was_verified(tmp_path: Path) -> None:
     loading = MappedWeights(publish(tmp_path, 1))
     write_publication(tmp_path, 1, [(name, torch.full((ELEMENTS,), 9.0)) for name in ("a", "b")])
     loading.read_from(WritableMappings())
