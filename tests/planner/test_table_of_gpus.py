@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock.orchestrator.cluster.placement.nodes import Node
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.planner import plan_inputs
+from penstock.planner.plan_inputs import search_of
 from tests.planner.table_of_gpus import CLUSTERS, KINDS, MODELS, WAYS, Outcome, machines_of, outcome, table_of, words_of
 
 Case = tuple[tuple[int, int], int, str, int, float]
@@ -35,13 +37,14 @@ def try_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Outcome]:
 def test_a_run_starts_on_the_least_gpus_and_is_refused_on_fewer(
     model: str, lora: int, kl: float, gib: int, try_on: Callable[[Case], Outcome]
 ) -> None:
-    found = []
-    for cluster in CLUSTERS:
-        found.append(try_on((cluster, gib, model, lora, kl)))
-        if found[-1].starts:
-            break
-    assert found[-1].starts
-    assert all("a cluster of " in refused.said for refused in found[:-1])
+    config = load_config(["recipe=gsm8k", *words_of(model, lora, kl)])
+    nodes = [machines_of(cluster, KINDS[gib]) for cluster in CLUSTERS]
+    least = next(at for at, own in enumerate(nodes) if search_of(config, None, None, own).fits)
+    assert try_on((CLUSTERS[least], gib, model, lora, kl)).starts
+    if least:
+        refused = try_on((CLUSTERS[least - 1], gib, model, lora, kl))
+        assert not refused.starts
+        assert "a cluster of " in refused.said
 
 
 @pytest.mark.soak("test_a_run_starts_on_the_least_gpus_and_is_refused_on_fewer")
