@@ -68,7 +68,7 @@ class _Mapping(mmap.mmap):
             "Raise ulimit -l or the container's memory; or set trainer.activation_offload=false, trainer.offload=false",
             num_bytes / 2**30, code,
         )  # fmt: skip
-        _forget_error(device)
+        forget_error(device)
 
     def __del__(self) -> None:
         if self.pointer and not sys.is_finalizing():
@@ -76,7 +76,7 @@ class _Mapping(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.pointer)
 
 
-def _forget_error(device: torch.device) -> None:
+def forget_error(device: torch.device) -> None:
     """Have CUDA forget an error of a call that has returned it: the next kernel would report it once more."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)

@@ -68,7 +68,7 @@ def test_memory_that_the_driver_refuses_is_pageable_and_said(
     driver: Driver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten: list[torch.device] = []
-    monkeypatch.setattr(host_memory, "_forget_error", forgotten.append)
+    monkeypatch.setattr(host_memory, "forget_error", forgotten.append)
     driver.code = 2
     with caplog.at_level(logging.WARNING):
         memory = page_locked(2**20, CUDA)

@@ -30,7 +30,7 @@ LENGTHS = (70, 1, 129)
 """Rows of the trial."""
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LOG = logging.getLogger("penstock")
-_WORKING: dict[tuple[str, torch.dtype, int], bool] = {}
+WORKING: dict[tuple[str, torch.dtype, int], bool] = {}
 """What the trial of `packed` showed, by kind of device, dtype and D."""
 
 
@@ -55,7 +55,7 @@ def packed(
 def takes(query: Tensor, value: Tensor) -> bool:
     """Return whether `packed` computes these: it was tried for their like, and worked."""
     width = query.shape[-1]
-    return value.shape[-1] == width and _WORKING.get((query.device.type, query.dtype, width), False)
+    return value.shape[-1] == width and WORKING.get((query.device.type, query.dtype, width), False)
 
 
 def try_packed(device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -65,12 +65,12 @@ def try_packed(device: torch.device, dtype: torch.dtype, width: int) -> bool:
         return False
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return False
-    if key not in _WORKING:
+    if key not in WORKING:
         reason = reason_against_packed(device, dtype, width)
-        _WORKING[key] = reason is None
+        WORKING[key] = reason is None
         if reason is not None:
             _LOG.warning("torch.nn.attention.varlen is not used, and trainer.packing=auto is never: %s", reason)
-    return _WORKING[key]
+    return WORKING[key]
 
 
 def reason_against_packed(device: torch.device, dtype: torch.dtype, width: int) -> str | None:

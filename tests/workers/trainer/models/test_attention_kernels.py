@@ -53,7 +53,7 @@ def stand_in(
 def working(monkeypatch: pytest.MonkeyPatch) -> dict[Any, bool]:
     """What trials have shown, by kind of device, dtype and width."""
     shown: dict[Any, bool] = {}
-    monkeypatch.setattr(attention_kernels, "_WORKING", shown)
+    monkeypatch.setattr(attention_kernels, "WORKING", shown)
     return shown
 
 
