@@ -493,8 +493,7 @@ class RunDurations:
         return SyncSeconds(published, self.way.paused_s(self.engines_kind.bus), waited)
 
     def turn_s(self) -> float:
-        config = self.memory.config
-        if config.placement != "colocated":
+        if self.memory.config.placement != "colocated":
             return 0.0
         return colocated_bytes(self.memory) / 2 / BUSES[self.ranks_kind.bus]  # a step has two
 

@@ -334,13 +334,13 @@ def _gib(num_bytes: float) -> str:
 
 
 SHARED, PINNED, MEMORY, CACHE = "/dev/shm", "pinned", "memory", "page cache"
+KEPT, KEPT_OF_OTHERS = "copies of the state", "copies of another node's state"
+"""Names of parts, by faults.keep_state."""
 BUFFERS = 2 * 64 * 2**20
 """Bytes of a rank's two buffers, through which weights come from its GPU."""
 PROCESS = GIB
 """Estimate of a process that has imported torch or vLLM."""
 WITH_TORCH = ("trainer", "scorer", "rollout")
-KEPT, KEPT_OF_OTHERS = "copies of the state", "copies of another node's state"
-"""Names of parts, by faults.keep_state."""
 
 
 @dataclass(frozen=True)
