@@ -55,6 +55,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "sequence_lora": SEQUENCE | LORA,
         "sequence_minibatches": SEQUENCE | {"num_minibatches": 3},
         "summed_tensor": TENSOR,
+        "bfloat16_lora_gathered_by_layer": LORA | {"dtype": "bfloat16"},
         "bfloat16_tensor_lora": TENSOR | LORA | {"dtype": "bfloat16"},
         "bfloat16_sequence": SEQUENCE | {"dtype": "bfloat16"},
         "critic": {},
