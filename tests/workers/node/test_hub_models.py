@@ -26,7 +26,8 @@ class Hub:
     """Stands where the hub and its client do: the client's signature, and the layout of its cache."""
 
     def __init__(self, cache: Path, files: dict[str, bytes]) -> None:
-        self.files, self.asked, self.is_there = files, [], True
+        self.files, self.is_there = files, True
+        self.asked: list[tuple[str | None, list[str] | None]] = []
         self.folder = cache / "models--people--model"
         self.snapshot = self.folder / "snapshots" / COMMIT
         self.while_fetching: Any = lambda: None
