@@ -69,6 +69,8 @@ class RolloutCapabilities:
     """Devices, `cpu` or `gpu`, on which it records the experts of each token (`rollout.router_replay`)."""
     serves_adapters: bool = False
     """True if it has the methods of `AdapterEngine`: it samples from adapters by name."""
+    scores_beside: bool = False
+    """True if its `sample` scores a prompt at once, beside the samples that it decodes."""
     lora_ranks: tuple[int, ...] = ()
     """Ranks that it can make room for; an adapter gets the next larger one. Empty: any."""
     receives_streams: bool = False
@@ -95,6 +97,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
         structure_options={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
         record_experts_on=frozenset({"gpu"}),
         serves_adapters=True,
+        scores_beside=True,
         lora_ranks=(8, 16, 32, 64, 128, 256, 320, 512),
         receives_streams=True,
         changes_threads=True,

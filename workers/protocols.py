@@ -197,6 +197,8 @@ class EngineSpec:
     """True if all versions see the same in a picture, so that it need not be computed again for each."""
     adapters: AdapterLimits | None = None
     """Room for adapters that come by name, on top of the weights that are published; None: there are none."""
+    is_probed: bool = False
+    """True if it scores a sequence now and then beside as many samples as it decodes (`trainer/probe.py`)."""
 
 
 class RolloutEngine(Protocol):

@@ -30,6 +30,7 @@ from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
+from penstock.orchestrator.control.engine_probe import EngineProbe
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.control.members import EngineDirectory, Membership, catch_up_by_role
 from penstock.orchestrator.control.observer import Observer
@@ -86,6 +87,7 @@ class Controller:
         self._taken = taken
         self._stop = False
         self._weights = WeightSync(fleet, config)
+        self._probe = EngineProbe(fleet, self._weights, config.rollout.max_model_len)
         self._turns = DeviceTurns(fleet, self.store, config, self._weights.reload)
         self._pace = CpuTurns(fleet, self._report_pace)
         self._watch = Watch(fleet, config, self.directory)
@@ -266,13 +268,17 @@ class Controller:
         reports, kept = await committed
         phases |= kept
         started = time.monotonic()
-        delivery = await self._loop.seal()
+        async with asyncio.TaskGroup() as beside:
+            probing = beside.create_task(self._probe.compare(reports))
+            sealing = beside.create_task(held_back(self._loop.seal()))
+        delivery = sealing.result()
         phases["publish"] += time.monotonic() - started
         phases["publish"] += await self._loop.load(delivery)
         evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts of the next come after it
         await self._loop.report_served(step, self._pace.max_active_groups)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
-        self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)
+        measured = probing.result() | evaluated
+        self.outcome.last_metrics = await self._observer.written(step, reports, phases, measured)
         self._journal.written(step)
         self.outcome.num_steps = step
 

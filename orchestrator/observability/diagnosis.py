@@ -150,16 +150,17 @@ def cut_off(history: History, config: DiagnosisConfig, max_staleness: int) -> Fi
 
 
 def mismatch(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
-    key = "mismatch/logprob_abs_mean"
-    now, first = history.last(key), history.first(key)
-    if len(now) < history.window:
-        return None
-    mean, before = statistics.fmean(now), statistics.fmean(first)
     advice = "Compare rollout.dtype with the trainer's; algorithm.correction weighs tokens by the difference."
-    if mean > config.largest_mismatch(is_exact=False):
-        return Finding("mismatch", f"trainer and engine differ by |Δ log p| {mean:.2g} a token", advice)
-    if mean > max(1e-3, config.mismatch_growth * before):
-        return Finding("mismatch", f"|Δ log p| between trainer and engine grew from {before:.1g} to {mean:.1g}", advice)
+    for key in ("mismatch/logprob_abs_mean", "probe/engine_max"):  # of what was sampled; of what engines score again
+        now, first = history.last(key), history.first(key)
+        if len(now) < history.window:
+            continue
+        mean, before = statistics.fmean(now), statistics.fmean(first)
+        if mean > config.largest_mismatch(is_exact=False):
+            return Finding("mismatch", f"trainer and engine differ by |Δ log p| {mean:.2g} a token", advice)
+        if mean > max(1e-3, config.mismatch_growth * before):
+            text = f"|Δ log p| between trainer and engine grew from {before:.1g} to {mean:.1g}"
+            return Finding("mismatch", text, advice)
     return None
 
 

@@ -741,7 +741,7 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
         "model": spec.model_path,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_concurrent_samples,
+        "max_num_seqs": config.max_concurrent_samples + spec.is_probed,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",

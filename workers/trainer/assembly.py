@@ -167,6 +167,7 @@ def assemble_trainer(
         without_old=_without_old(spec),
         note=meter.note,
     )
+    worker.probes = spec.probes and ranks.rank == 0
     worker.after_step = spec.after_step
     return TrainerParts(trainer, state, memory_checkpoint, worker)
 

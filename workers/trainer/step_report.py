@@ -60,6 +60,16 @@ class TrainedRows:
 
 
 @dataclass(frozen=True)
+class ProbeRow:
+    """A sequence for engines to score, with the trainer's log-probabilities before the update."""
+
+    token_ids: np.ndarray
+    """Tokens, int32."""
+    logprobs: np.ndarray
+    """Log-probabilities of the last tokens at temperature 1, `[T_i]` float32."""
+
+
+@dataclass(frozen=True)
 class StepReport:
     """A step, as one rank saw it."""
 
@@ -83,6 +93,8 @@ class StepReport:
     no_memory_checkpoint: str | None = None
     """The reason why this rank makes no in-memory checkpoints from this step on, reported once. None: it makes them, or
     an earlier report has said why not."""
+    probe: tuple[ProbeRow, ...] = ()
+    """Rows for engines to score again (`probe.py`); of one rank, in runs that ask for them."""
 
 
 @dataclass(frozen=True)

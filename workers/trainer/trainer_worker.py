@@ -32,6 +32,7 @@ from penstock.store.errors import RowsLost, RowsUnreachable
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.preparation import Preparation
+from penstock.workers.trainer.probe import ProbeRecorder
 from penstock.workers.trainer.step_report import StepReport, TokenValues, TrainedRows
 from penstock.workers.trainer.token_recorder import TokenRecorder, with_places
 
@@ -182,6 +183,8 @@ class TrainerWorker:
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
         reports. Rows that are trained again do not count."""
         self._reports_rows = ranks.reports_rows
+        self.probes = False
+        """True if steps report rows for engines to score again."""
         self._preparation = preparation
         self._without_old = without_old
         self._checkpoint = checkpoint
@@ -228,13 +231,10 @@ class TrainerWorker:
         if self._reports_rows:
             self.tokens_in_flight = int(leased_rows.lengths("response_ids").sum())
         with self._phases.within(UPDATING):
-            rows, critic_metrics = (
-                self._preparation.apply(leased_rows, lease.version)
-                if self._preparation is not None
-                else (leased_rows, {})
-            )
+            rows, critic_metrics = self._prepare(leased_rows, lease.version)
             self.after_step = None
-            report = self._trainer.update(rows, self._loss, recorder, lease.version)
+            probe = ProbeRecorder(leased_rows, recorder) if self.probes and len(leased_rows) else None
+            report = self._trainer.update(rows, self._loss, probe or recorder, lease.version)
             updated = time.perf_counter()
             no_memory_checkpoint = self._checkpoint(step) if self._checkpoint is not None else None
             self.after_step = step
@@ -256,10 +256,15 @@ class TrainerWorker:
             np.asarray(reported.row_ids, np.int64),
             lease.share if self._reports_rows else None,
             no_memory_checkpoint,
+            probe.rows(rows) if probe is not None else (),
         )
         if self._note is not None:
             self._note(made, leased_rows)
         return made
+
+    def _prepare(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
+        """The rows with what stages of the trainer add, and these stages' metrics."""
+        return (rows, {}) if self._preparation is None else self._preparation.apply(rows, version)
 
     def check_state(self, step: int) -> None:
         """Raise `PartnerGone` where this rank does not have the state after step `step`: others have been started since

@@ -163,6 +163,7 @@ class ActorMaker:
             adapter=config.trainer.lora if config.trainer.lora.publishes_adapter and largest is None else None,
             picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
             adapters=None if largest is None else AdapterLimits(largest, serves.max_loaded),
+            is_probed=probes_engines(config, self._flow),
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
@@ -240,6 +241,7 @@ class ActorMaker:
             slot_rank=config.serve.slot_rank,
             max_staleness=config.max_staleness,
             leaves_out_old=config.old_turns_are_context,
+            probes=probes_engines(config, self._flow),
             **self._of_rank(actor, stage),
         )
 
@@ -293,6 +295,15 @@ class ActorMaker:
 def records_of(root: str, stage: str) -> str:
     """The directory on each node for what NCCL's watchdog writes of the ranks of a stage. `root`: the run's."""
     return f"{root}/{STACKS}/{stage}"
+
+
+def probes_engines(config: RunConfig, flow: Dataflow) -> bool:
+    """Return whether engines score rows of each step again (`workers/trainer/probe.py`): where tokens may be older than
+    the trainer's weights, by an engine that is awake, and scores prompts beside its samples, at temperature 1."""
+    rollout = config.rollout
+    is_plain = rollout.sampling.temperature == 1 and not (rollout.max_pictures or rollout.router_replay)
+    can = rollout.capabilities.scores_beside and config.placement != "colocated" and bool(flow.of_kind("rollout"))
+    return config.max_staleness > 0 and is_plain and can
 
 
 def is_exact(config: RunConfig, flow: Dataflow) -> bool:

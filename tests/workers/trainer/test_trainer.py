@@ -218,7 +218,9 @@ def test_epochs_are_those_of_a_plain_loop_against_the_batchs_start(
     reports = [trainer.update(rows, ppo_clip_loss) for rows in steps]
     expected = plain_loop(model_path, steps, 3e-2, epochs=3)
     for name, weight in weights_of(trainer).items():
-        if not name.endswith("k_proj.bias"):  # softmax does not see it: its gradient is rounding, which AdamW divides by
+        if not name.endswith(
+            "k_proj.bias"
+        ):  # softmax does not see it: its gradient is rounding, which AdamW divides by
             torch.testing.assert_close(weight, expected[name], atol=2e-5, rtol=0, msg=name)
     assert trainer.num_updates == 2
     assert all(report.metrics["actor/clip_fraction"] > 0 for report in reports)

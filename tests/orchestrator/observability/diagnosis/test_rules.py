@@ -67,6 +67,7 @@ def test_a_sound_run_is_told_nothing() -> None:
             "of 400 turns some were not sampled from what the trainer computes at any temperature: 10 greedy, 5 narrow",
         ),
         ("mismatch", lambda step: {"mismatch/logprob_abs_mean": 1e-4 * step}, "grew from 0.0006"),
+        ("mismatch", lambda step: {"lag/logprob_abs_mean@2": 0.5, "probe/engine_max": 0.2}, "0.2 a token"),
         ("gradients", lambda step: {"actor/skipped_nonfinite": float(step == 50)}, r"1 optimizer step\(s\)"),
         ("gradients", lambda step: {"actor/grad_norm": 1.0 if step < 50 else 1e4}, "norm of 1 to 1e"),
         ("entropy", lambda step: {"reward/mean": 0.2, "actor/entropy": 2.0 if step < 20 else 0.01}, "without a higher"),

@@ -17,6 +17,7 @@ import yaml
 
 READ = (
     "reward/mean", "reward/std", "reward/max", "response_length/clip_ratio", "mismatch/logprob_abs_mean",
+    "probe/engine_max",
     "actor/skipped_nonfinite", "actor/grad_norm", "actor/entropy", "actor/kl", "actor/padding_share",
     "store/rows_trained", "timing_s/step", "timing_s/rollout", "timing_s/train", "timing_s/reward",
     "timing_s/reference", "timing_s/compute", "timing_s/evaluation", "idle/train", "idle/rollout",
