@@ -59,8 +59,8 @@ def call_of(row: ProbeRow) -> SampleCall:
 def difference(row: ProbeRow, answer: SampleOutput) -> np.ndarray:
     """|Δ log p| of the row's tokens that the trainer has scored, `[T]` float32."""
     assert answer.prompt_logprobs is not None
-    found: np.ndarray = answer.prompt_logprobs[len(row.token_ids) - len(row.logprobs) :] - row.logprobs
-    return np.abs(found)
+    found_T: np.ndarray = np.abs(answer.prompt_logprobs[len(row.token_ids) - len(row.logprobs) :] - row.logprobs)
+    return found_T
 
 
 def metrics_of(found: dict[str, list[np.ndarray]], unanswered: int) -> dict[str, float]:
