@@ -42,6 +42,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+GPUS_SEEN = {VISIBLE_GPUS: os.environ[VISIBLE_GPUS]} if VISIBLE_GPUS in os.environ else {}
 MAX_PROMISES = 45
 """Largest number of real tests in `make test`."""
 platform.uname().processor  # noqa: B018 - Python runs a program for it, once; packages ask for it when they are imported
@@ -90,6 +92,14 @@ def no_process_group_remains() -> Iterator[None]:
     yield
     if distributed := sys.modules.get("torch.distributed"):
         assert not distributed.is_initialized(), "a test of this file joined a process group and never left it"
+
+
+@pytest.fixture(autouse=True)
+def gpus_stay_visible() -> Iterator[None]:
+    """An actor without GPUs that a test makes in its own process hides them from it, and so from later tests' Ray."""
+    yield
+    os.environ.pop(VISIBLE_GPUS, None)
+    os.environ.update(GPUS_SEEN)
 
 
 @pytest.fixture(scope="session")

@@ -162,20 +162,14 @@ def _steps(warmup: float | None, share: float | None, total: int | None) -> Valu
     return found | ({"trainer.optimizer.warmup_steps": round(share * total)} if share and total else {})
 
 
-def _on_shared_gpus(total: int, size: int, *, has_reference: bool) -> Values:
-    """Our keys of a trainer, its engines of `size` GPUs each and its reference, which share so many GPUs. An engine of
-    several GPUs has those of whole ranks, so that the reference then has the other half."""
-    ranks, engine, rank = (total // 2, 0.1, 0.9) if size > 1 and has_reference else (total, 0.5, 0.5)
-    if size > 1 and has_reference and (ranks % size or not ranks):
-        raise NotTranslated(f"{total} GPUs do not part into engines of {size} and as many for the reference")
-    if ranks % size:
+def _on_shared_gpus(total: int, size: int) -> Values:
+    """Our keys of a trainer, its engines of `size` GPUs each and its reference, if it has one, which share so many
+    GPUs."""
+    if total % size:
         raise NotTranslated(f"{total} GPUs do not part into engines of {size}")
-    if size == 1 and has_reference:
-        rank = 0.25
     return {
-        "placement": "colocated", "trainer.num_ranks": ranks, "trainer.num_gpus_per_rank": rank,
-        "rollout.num_workers": ranks // size, "rollout.tensor_parallel_size": size,
-        "rollout.num_gpus_per_worker": engine,
+        "placement": "colocated", "trainer.num_ranks": total, "trainer.num_gpus_per_rank": 0.5,
+        "rollout.num_workers": total // size, "rollout.tensor_parallel_size": size, "rollout.num_gpus_per_worker": 0.5,
     }  # fmt: skip
 
 
@@ -256,11 +250,8 @@ def divergence(in_loss: bool | None, coef: float | None, in_reward: bool | None,
     return {"algorithm.kl_coef": (0.001 if coef is None else coef) if in_loss else 0.0}
 
 
-def verl_gpus(
-    each: int | None, nodes: int | None, size: int | None, in_loss: bool | None, in_reward: bool | None
-) -> Values:
-    total = int(each or 8) * int(nodes or 1)
-    return _on_shared_gpus(total, int(size or 2), has_reference=bool(in_loss) or bool(in_reward))
+def verl_gpus(each: int | None, nodes: int | None, size: int | None) -> Values:
+    return _on_shared_gpus(int(each or 8) * int(nodes or 1), int(size or 2))
 
 
 def offload(parameters: bool | None, optimizer: bool | None) -> Values:
@@ -345,11 +336,11 @@ def dtype(bf16: bool | None, fp16: bool | None, *names: str | None) -> Values:
     return {"trainer.dtype": kind, "rollout.dtype": kind}
 
 
-def trl_gpus(devices: int | None, mode: str | None, size: int | None, beta: float | None) -> Values:
+def trl_gpus(devices: int | None, mode: str | None, size: int | None) -> Values:
     if devices is None:
         return {"placement": "colocated"} if mode == "colocate" else {}
     if mode != "server":
-        return _on_shared_gpus(int(devices), int(size or 1), has_reference=bool(beta))
+        return _on_shared_gpus(int(devices), int(size or 1))
     return {
         "trainer.num_ranks": int(devices), "trainer.num_gpus_per_rank": 1, "rollout.num_gpus_per_worker": 1,
         "rollout.tensor_parallel_size": int(size or 1),

@@ -147,7 +147,7 @@ def test_ranks_make_room_in_host_memory_and_engines_only_beside_adapters(view: C
         shown = view(SMALL, *SHARED_GPU, *words)
         return {part.name: part.num_bytes for part in host_parts(memory_of(shown), shown.plan)}
 
-    plain = parts("placement=colocated")
+    plain = parts("placement=colocated", "trainer.stay_on_device=false")
     assert plain["ranks, while engines have the GPUs"] == pytest.approx(12 * parameters)
     asleep = "weights of engines that sleep"
     assert asleep not in plain

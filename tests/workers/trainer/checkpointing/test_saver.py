@@ -96,7 +96,7 @@ def test_a_trainer_leaves_its_device_only_once_a_save_has_copied_it(
     state, calls = TrainingState({"policy": trained}), []
     assert trained.before_weights_change[-1] == state.saver.wait_until_copied
     monkeypatch.setattr(trained, "before_weights_change", [lambda: calls.append("copied")])
-    monkeypatch.setattr(trained.engine, "leave_device", lambda: calls.append("left"))
+    monkeypatch.setattr(trained.engine, "leave_device", lambda kept: calls.append("left"))
     monkeypatch.setattr(trained.ranks, "device", torch.device("meta"))  # a CPU is not left
     trained.leave_device()
     assert calls == ["copied", "left"]
