@@ -1,6 +1,7 @@
 """What a run has left in its directory, for tests of whole runs."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ def events_of(directory: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(directory) / "events.jsonl").read_text().splitlines()]
 
 
-def sampled_difference(directory: str | Path, step: int) -> float:
-    """Mean |log p of the trainer - log p of the engine| over the tokens that a step trained, by its samples."""
-    rows = samples_of(directory, step)
-    pairs = [pair for row in rows for pair in zip(row["trainer_logprobs"], row["behavior_logprobs"], strict=True)]
-    found = [abs(trainer - engine) for trainer, engine in pairs if trainer is not None]
-    return sum(found) / len(found)
+def sampled_difference(directory: str | Path, step: int, age: int = 0) -> float:
+    """Mean |log p of the trainer - log p of the engine| over the tokens that a step trained, by its samples: those that
+    are `age` versions older than its weights. NaN: there are none."""
+    columns = ("trainer_logprobs", "behavior_logprobs", "token_versions")
+    tokens = [token for row in samples_of(directory, step) for token in zip(*map(row.get, columns), strict=True)]
+    wanted = [(trainer, engine) for trainer, engine, version in tokens if version == step - 1 - age]
+    found = [abs(trainer - engine) for trainer, engine in wanted if trainer is not None]
+    return sum(found) / len(found) if found else math.nan
 
 
 def samples_of(directory: str | Path, step: int) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def compose_run(words: list[Override], algorithm: type[AlgorithmConfig] | None =
     _leave_options(tree, assignments)
     for word in assignments:
         apply(tree, word, Schema(config_class))
-    num_parameters = _parameters_of_path(recipe, assignments)
+    num_parameters = _parameters_of_path(recipe, choices, assignments)
     if is_large := num_parameters > LARGE:
         use_gpus(tree, {} if "model" in choices else recipe.values, {word.key for word in assignments})
     tree.imports = [str(file) for file in files]
@@ -185,12 +185,13 @@ def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
     return function_name
 
 
-def _parameters_of_path(recipe: Recipe, assignments: list[Override]) -> float:
-    """Parameters of the model that `model.path` names; 0: there is none, or its size is not known."""
-    section = recipe.values.get("model")
+def _parameters_of_path(recipe: Recipe, choices: dict[str, str], assignments: list[Override]) -> float:
+    """Parameters of the model that `model.path` names, by a word or by a recipe whose model no choice replaces; 0: no
+    model is named so, or its size is not known."""
+    section = None if "model" in choices else recipe.values.get("model")
     paths = [section.get("path")] if isinstance(section, dict) else []
     paths += [word.value for word in assignments if word.key == "model.path"]
-    return (count_parameters(str(paths[-1]), recipe.directory) or 0) if paths else 0
+    return (count_parameters(str(paths[-1]), recipe.directory) or 0) if paths and paths[-1] else 0
 
 
 def _composed(

@@ -79,6 +79,9 @@ class Agent(Member):
     async def run(self) -> None:
         await asyncio.Event().wait()
 
+    async def take_end(self, names: list[str]) -> dict[str, list[str]]:
+        return {}  # nobody has printed anything
+
 
 class Prompts(Member):
     def __init__(self, num_groups: int) -> None:

@@ -42,6 +42,11 @@ def test_zeros_of_a_preset_do_not_hold_for_a_large_model(tmp_path: Path, words: 
     assert devices(load_config([*words, f"model.path={model_at(tmp_path / 'large')}"])) == ON_GPU
 
 
+def test_a_recipes_large_model_does_not_count_where_another_takes_its_place() -> None:
+    assert devices(load_config(["recipe=geo3k"])) == ON_GPU
+    assert devices(load_config(["recipe=geo3k", "model=tiny", "rollout.sampling.max_tokens=64"])) == ON_CPU
+
+
 def test_a_model_of_the_hub_counts_by_its_name_where_it_has_no_config_here() -> None:
     assert devices(load_config(["recipe=moe", "model.path=someone/Qwen3-30B-A3B"])) == ON_GPU
     assert devices(load_config(["recipe=moe", "model.path=someone/Qwen2.5-0.5B-Instruct"])) == ON_CPU

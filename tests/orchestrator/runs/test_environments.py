@@ -1,6 +1,7 @@
 """Whole runs in an environment of two turns: with `max_staleness=0` they are a straight line bit for bit, and the death
 of an engine or of an environment changes nothing."""
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,8 +143,9 @@ def test_attempts_that_outlast_the_bound_are_trained_by_their_young_turns(
         known = [value is not None for row in rows for value in row["trainer_logprobs"]]
         trained = line["response_length/mean"] * len(rows)
         assert sum(known) == pytest.approx(trained)  # the tokens of old turns have no value
-        measured = line["mismatch/logprob_abs_mean"]
-        assert sampled_difference(result.directory, line["step"]) == pytest.approx(measured, rel=1e-3)
+        for age, name in enumerate(("mismatch/logprob_abs_mean", "lag/logprob_abs_mean@1")):
+            sampled = sampled_difference(result.directory, line["step"], age)
+            assert sampled == pytest.approx(line.get(name, math.nan), rel=1e-3, nan_ok=True)
 
 
 def test_a_window_beyond_the_bound_is_refused_where_old_turns_are(tmp_path: Path, model_path: str) -> None:
