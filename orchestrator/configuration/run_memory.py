@@ -454,8 +454,8 @@ AUTO_KEYS = (
     "trainer.max_tokens_per_microbatch",
 )  # fmt: skip
 """Keys that may be `auto`."""
-SPARE = 0.08
-"""Share of a GPU that stays free."""
+SPARE, LEAST_SHARE = 0.08, 0.01
+"""Share of a GPU that stays free, and the least that an engine is given."""
 MOST_OF_GPU = 0.9
 """Largest share of a GPU of its own for an engine, which is vLLM's default."""
 MOST_TOKENS, FEWEST_TOKENS = 32768, 1024
@@ -471,6 +471,9 @@ def choose_auto(memory: RunMemory) -> RunMemory:
         stays = choose_auto(with_values(memory, "trainer", stay_on_device=True))
         return stays if _has_room(stays) else choose_auto(with_values(memory, "trainer", stay_on_device=False))
     if config.rollout.gpu_memory_utilization == AUTO and config.rollout.num_gpus_per_worker:
+        if config.placement == "colocated":  # a scorer's micro-batches lie beside the engine, which has the rest
+            least = choose_auto(with_values(memory, "rollout", gpu_memory_utilization=LEAST_SHARE))
+            return with_values(least, "rollout", gpu_memory_utilization=_engine_share(least))
         memory = with_values(memory, "rollout", gpu_memory_utilization=_engine_share(memory))
     if not config.trainer.num_gpus_per_rank:
         return memory
@@ -524,7 +527,7 @@ def _engine_share(memory: RunMemory) -> float:
             free *= config.rollout.num_gpus_per_worker
     gpus = 1.0 if shares_gpus(config) else min(1.0, config.rollout.num_gpus_per_worker)
     share = min(MOST_OF_GPU * gpus, free / memory.gpu_bytes)
-    return max(0.01, math.floor(100 * share) / 100)
+    return max(LEAST_SHARE, math.floor(100 * share) / 100)
 
 
 def _fits(memory: RunMemory) -> bool:

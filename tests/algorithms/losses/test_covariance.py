@@ -79,6 +79,7 @@ def test_the_dice_are_fair_and_fall_the_same_every_time(seed):
     logprobs = torch.rand(4000, generator=torch.Generator().manual_seed(seed)).log()
     numbers = pseudo_random(logprobs)
     assert torch.equal(numbers, pseudo_random(logprobs))
+    assert torch.equal(numbers[seed % 7 :], pseudo_random(logprobs[seed % 7 :])), "wherever it lies in memory"
     assert ((numbers >= 0) & (numbers <= 1)).all()
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.05)
     assert torch.corrcoef(torch.stack([numbers, logprobs]))[0, 1].abs() < 0.1

@@ -208,8 +208,9 @@ def check(assignment: Assignment, actors: list[ActorPlan], nodes: list[Node], co
     assert {assignment.node_of[name] for name in ("Store", "Prompts")} == {nodes[0]}
     for its in nodes:
         there = set(assignment.names_on(its))
-        units = [[actor] for actor in actors if actor.role not in ("trainer", "rollout")]
-        units += pairs(actors, config) or [[actor] for actor in actors if actor.role in ("trainer", "rollout")]
+        units = pairs(actors, config)
+        together = {actor.name for unit in units for actor in unit}
+        units = [*units, *([actor] for actor in actors if actor.name not in together)]
         needs = [Need.of(unit) for unit in units if unit and unit[0].name in there]
         assert Room.of(its).with_all(sorted(needs, key=lambda need: -need.gpus)) is not None
     for unit in pairs(actors, config):
