@@ -311,7 +311,7 @@ def _largest(score: Tensor, number: int) -> Tensor:
 
 def pseudo_random(logprobs: Tensor) -> Tensor:
     """A number in [0, 1) a token, spread evenly and unrelated to how large the log-probability is: its bits, mixed as
-    at the end of MurmurHash3. Whole numbers alone: a sine's last bits depend on where in memory its argument lies."""
+    at the end of MurmurHash3. Whole numbers alone: the same on every device, and a number for -inf, too."""
     bits = logprobs.detach().float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
