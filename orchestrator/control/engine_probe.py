@@ -38,11 +38,8 @@ class EngineProbe:
             for name, handle in self._fleet.role("rollout")
             if self._weights.serving.get(name, 0) == reports[0].version
         ]
-        calls = [
-            (name, handle.sample.remote(None, call_of(row), f"probe-{reports[0].step}-{index}"))
-            for name, handle in engines
-            for index, row in enumerate(rows)
-        ]
+        requests = [(call_of(row), f"probe-{reports[0].step}-{index}") for index, row in enumerate(rows)]
+        calls = [(name, handle.sample.remote(None, *request)) for name, handle in engines for request in requests]
         answers = await outcomes(calls, phase="probe", timeout_s=PROBE_S)
         found: dict[str, list[np.ndarray]] = {}
         for (name, _), row, answer in zip(calls, rows * len(engines), answers, strict=True):
