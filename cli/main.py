@@ -237,7 +237,10 @@ def _validate(arguments: argparse.Namespace) -> int:
 )  # fmt: skip
 def _serve(arguments: argparse.Namespace) -> int:
     need_extra("serve", "penstock serve")
-    config = _load([*SERVED, *arguments.overrides] if arguments.overrides else [])
+    words = [*SERVED, *arguments.overrides] if arguments.overrides else []
+    config = _load(words)
+    if not config.rollout.num_gpus_per_worker:  # vLLM's build for GPUs takes parts of them
+        _, config = _with_plan(words, config)
     _announce("starting the server: its address follows once engines and ranks are there")
     from rich.console import Console
 

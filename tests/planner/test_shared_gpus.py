@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from penstock.cli.main import main
 from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import needed
 from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.nodes import Node
@@ -18,6 +20,7 @@ from penstock.orchestrator.configuration.resolved import resolve
 from penstock.planner import plan_inputs, shared_gpus
 from penstock.planner.planned_runs import with_plan
 from penstock.planner.shared_gpus import needs_parts, parts_of_gpus
+from penstock.serve import command
 from penstock.workers.runtime import builds
 from penstock.workers.user_code import packaged_recipes
 
@@ -54,6 +57,19 @@ def test_a_small_run_takes_half_a_gpu_for_its_engine_and_half_for_its_rank(words
     after.plan, after.rollout.num_gpus_per_worker, after.trainer.num_gpus_per_rank = before.plan, 0, 0
     assert asdict(after) == asdict(before)
     assert planned(*words, *keys) == ([], "")
+
+
+@pytest.mark.parametrize(("build", "share"), [("gpu", 0.5), ("cpu", 0.0)])
+def test_a_server_of_a_small_model_takes_them_as_a_run_does(
+    build: str, share: float, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(1, build)
+    served: list[RunConfig] = []
+    monkeypatch.setattr(command, "serve", lambda config, key, tell: served.append(config))
+    assert main(["serve", "model=tiny"]) == 0
+    (config,) = served
+    assert (config.rollout.num_gpus_per_worker, config.trainer.num_gpus_per_rank) == (share, share)
+    assert config.rollout.sampling.max_tokens == 1
 
 
 @pytest.mark.parametrize(("num_gpus", "build"), [(1, "cpu"), (0, "cpu"), (0, "gpu")])
