@@ -213,7 +213,7 @@ class Dataflow:
 
     def _add(self, stage: Stage) -> "Dataflow":
         if any(stage.name == other.name for other in self.stages):
-            raise DataflowError(f"stage {stage.name!r} is there twice; give the second one another name.")
+            raise DataflowError(f"stage {stage.name!r} is there twice; {_INSTEAD_OF_TWO.get(stage.kind, _RENAME)}.")
         self.stages.append(stage)
         return self
 
@@ -270,6 +270,20 @@ class Dataflow:
         stages = [*self.of_kind("train"), *self.in_trainer]
         stored = self.stored_columns
         return tuple(dict.fromkeys(name for stage in stages for name in self.reads_of(stage) if name in stored))
+
+
+_RENAME = "give the second one another name: name=..."
+_INSTEAD_OF_TWO = {
+    "source": "rows have one source: call one of flow.rollout, flow.demonstrations and flow.preferences, once",
+    "greedy_rollout": "call flow.greedy_rollout once: any number of stages may read greedy_text",
+    "logprobs": "give the second one another model, which model.paths names",
+    "scores": "give the second one another model, which model.paths names, and another column to write",
+    "values": "call flow.values once: any number of losses may read old_values",
+    "staleness": "call flow.staleness once: any number of stages may read the column",
+    "critic": "add up the two losses in one function, and call flow.train_critic once with it",
+    "train": "add up the two losses in one function, and call flow.train once with it",
+}
+"""What a graph can have instead of a second stage, by the stage's kind."""
 
 
 def _columns(names: tuple[str | Column, ...], stage: str) -> tuple[Column, ...]:

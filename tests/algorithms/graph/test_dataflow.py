@@ -1,3 +1,4 @@
+import inspect
 from functools import partial
 
 import pytest
@@ -137,14 +138,41 @@ def test_a_compute_stage_is_named_after_its_function():
             lambda: Dataflow().rollout(samples_per_prompt=2).check(),
             r"has 0 train stages; it needs exactly one flow.train",
         ),
-        (lambda: grpo_like().reward(), "stage 'reward' is there twice; give the second one another name"),
-        (lambda: grpo_like().demonstrations(), "stage 'source' is there twice"),
+        (lambda: grpo_like().reward(), "stage 'reward' is there twice; give the second one another name: name="),
+        (lambda: grpo_like().demonstrations(), "stage 'source' is there twice; rows have one source: call one of"),
+        (lambda: grpo_like().train(loss=loss), "stage 'train' is there twice; add up the two losses in one function"),
         (lambda: Dataflow().rollout(samples_per_prompt=0), "rollout: samples_per_prompt=0 must be at least 1"),
     ],
 )
 def test_a_graph_that_cannot_run_fails_by_the_name_of_its_stage_and_column(build, message):
     with pytest.raises(DataflowError, match=message):
         build()
+
+
+CALLS = {
+    "demonstrations": {}, "preferences": {}, "rollout": {"samples_per_prompt": 2}, "greedy_rollout": {}, "reward": {},
+    "logprobs": {}, "scores": {}, "values": {}, "staleness": {},
+    "train_critic": {"loss": loss}, "train": {"loss": loss},
+    "compute": {"function": has_signal, "reads": ["reward"], "writes": ["advantage"]},
+    "filter": {"function": has_signal, "reads": ["reward"], "reason": "none"},
+}  # fmt: skip
+"""Arguments with which each method of a graph adds a stage."""
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_what_is_advised_in_place_of_a_second_stage_can_be_done(method):
+    add = getattr(Dataflow, method)
+    flow = add(Dataflow(), **CALLS[method])
+    with pytest.raises(DataflowError, match="is there twice; ") as refused:
+        add(flow, **CALLS[method])
+    advice, parameters = str(refused.value), inspect.signature(add).parameters
+    assert ("name=" in advice) == ("name" in parameters)
+    if "another model" in advice:
+        add(flow, model="another", **CALLS[method])
+    elif "name=" in advice:
+        add(flow, name="another", **CALLS[method])
+    else:
+        assert "once" in advice
 
 
 def test_a_circle_is_named_in_order():
