@@ -32,6 +32,7 @@ from penstock.orchestrator.configuration.resolved import ResolvedRun, plan_run, 
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.control.controller import TrainingResult
 from penstock.orchestrator.control.lifecycle import RunLifecycle
+from penstock.orchestrator.control.process import own_event_loop
 from penstock.orchestrator.observability.reporting.closing import print_unfinished
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.report import write_report
@@ -87,6 +88,7 @@ class RunResult:
         return f'<p>{escape(told)}</p><img src="data:image/png;base64,{b64encode(picture.getvalue()).decode()}">'
 
 
+@own_event_loop()
 def run(
     config: RunConfig, flow: Dataflow | None = None, *, sinks: Sequence[Sink] = (), quiet: bool = False
 ) -> RunResult:

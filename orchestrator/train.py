@@ -4,8 +4,6 @@ What is given goes to actors with their configuration (`InlineValue`), and into 
 has a name, and the same call resumes it; `penstock run` refuses to.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +55,7 @@ def train(
     if eval_dataset is not None:
         given = {"evaluation.every_steps": EVALUATION_STEPS, "evaluation.path": eval_dataset} | given
     config = _config({name: value for name, value in given.items() if value is not None})
-    with own_event_loop():
-        return run(config, quiet=quiet)
+    return run(config, quiet=quiet)
 
 
 def _config(given: Mapping[str, Any]) -> RunConfig:
@@ -134,23 +131,3 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", _inline_function(value)
-
-
-@contextlib.contextmanager
-def own_event_loop() -> Iterator[None]:
-    """Let this thread run event loops of its own within a notebook's cell, which runs within the kernel's."""
-    outer = asyncio._get_running_loop()
-    task = asyncio.current_task() if outer is not None else None
-    if outer is None:
-        yield
-        return
-    if task is not None:
-        asyncio.tasks._leave_task(outer, task)
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(outer)
-        asyncio.set_event_loop(outer)
-        if task is not None:
-            asyncio.tasks._enter_task(outer, task)

@@ -57,6 +57,27 @@ async def _check(check: Callable[[], None]) -> NoReturn:
         check()
 
 
+@contextlib.contextmanager
+def own_event_loop() -> Iterator[None]:
+    """Let this thread run event loops of its own within a notebook's cell, which runs within the kernel's. Also a
+    decorator."""
+    outer = asyncio._get_running_loop()
+    task = asyncio.current_task() if outer is not None else None
+    if outer is None:
+        yield
+        return
+    if task is not None:
+        asyncio.tasks._leave_task(outer, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+        asyncio.set_event_loop(outer)
+        if task is not None:
+            asyncio.tasks._enter_task(outer, task)
+
+
 class DaemonThreads(ThreadPoolExecutor):
     """Threads of a loop, one for each call: few are under way at a time. No process waits for them at its end.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.errors import CannotScale, ResourceError, suggest
+from penstock.conf.rollout import RolloutConfig
 from penstock.orchestrator.cluster.ray_connection import at_run
 from penstock.orchestrator.run_directory.fetching import open_at
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -28,6 +29,8 @@ MET_AT_START = (
 )
 """Reason why there can be no more of a role, and no fewer."""
 PATTERN = re.compile(r"(?P<role>[a-z]+)=(?P<sign>[+-]?)(?P<number>\d+)")
+START_KEYS = ("start_timeout_s", "enforce_eager", "compile_timeout_s")
+"""Keys by which `RolloutConfig.engine_start_s` follows."""
 PATIENCE_S = 60.0
 """Seconds to wait for the answer beyond what starting and draining may take."""
 
@@ -110,6 +113,13 @@ def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[l
     return answer["done"], answer["problems"]
 
 
+def longest_answer_s(rollout: Mapping[str, Any], drain_s: float | None) -> float:
+    """Longest wait in seconds for the answer of a run. `rollout`: that section of its configuration, as it is recorded.
+    `drain_s`: the caller's; None: the run's own."""
+    start = RolloutConfig(**{key: rollout[key] for key in START_KEYS if key in rollout})
+    return PATIENCE_S + 2 * start.engine_start_s + (rollout["drain_s"] if drain_s is None else drain_s)
+
+
 def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None) -> Any:
     """The controller's answer; None if the run ends meanwhile."""
     last = last_start_or_end(directory.read_events())
@@ -117,9 +127,7 @@ def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None
         raise CannotScale(f"{directory.path.name}: the run is over ({last['kind']} at {last['time']}).")
     if not directory.cluster_file.is_file():
         raise CannotScale(f"{directory.path.name}: it has not started its actors yet. Ask again in a moment.")
-    rollout = directory.read_config()["rollout"]
-    start_s = rollout["start_timeout_s"] + (0 if rollout["enforce_eager"] else rollout.get("compile_timeout_s", 0))
-    longest_s = PATIENCE_S + 2 * start_s + (rollout["drain_s"] if drain_s is None else drain_s)
+    longest_s = longest_answer_s(directory.read_config()["rollout"], drain_s)
     with at_run(directory, "the controller") as found:
         import ray  # late: it reads its environment when it is imported
 

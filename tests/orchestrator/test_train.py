@@ -1,6 +1,5 @@
 """`penstock.train` as far as it goes without actors: what becomes of its arguments, and what is refused."""
 
-import asyncio
 import functools
 import json
 import pickle
@@ -202,14 +201,3 @@ def test_a_result_has_metrics_and_a_picture(tmp_path: Path) -> None:
     assert [line.get_label() for line in result.plot("reward/mean").axes[0].lines] == ["reward/mean"]
     assert "2 steps" in result._repr_html_()
     assert 'src="data:image/png;base64,' in result._repr_html_()
-
-
-def test_a_call_within_a_running_loop_has_loops_of_its_own() -> None:
-    async def cell() -> tuple[int, bool]:
-        outer = asyncio.get_running_loop()
-        with training.own_event_loop():
-            found = asyncio.run(asyncio.sleep(0, 7))
-        await asyncio.sleep(0)
-        return found, asyncio.get_running_loop() is outer
-
-    assert asyncio.run(cell()) == (7, True)

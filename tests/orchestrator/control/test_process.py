@@ -1,4 +1,4 @@
-"""The end of a run's loop waits for threads that hang for so long and no longer."""
+"""The loop of a run: in a notebook's cell, too; its end waits for threads that hang for so long and no longer."""
 
 import asyncio
 import signal
@@ -6,6 +6,10 @@ import threading
 
 import pytest
 
+import penstock
+from penstock.conf.errors import DataError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator import run as runs
 from penstock.orchestrator.control import process
 
 
@@ -86,3 +90,31 @@ def test_an_interrupt_is_one_whatever_else_fails_with_it() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         process.run(main())
+
+
+def test_a_call_within_a_running_loop_has_loops_of_its_own() -> None:
+    async def cell() -> tuple[int, bool]:
+        outer = asyncio.get_running_loop()
+        with process.own_event_loop():
+            found = asyncio.run(asyncio.sleep(0, 7))
+        await asyncio.sleep(0)
+        return found, asyncio.get_running_loop() is outer
+
+    assert asyncio.run(cell()) == (7, True)
+
+
+def test_a_cell_of_a_notebook_can_call_run_as_it_calls_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of a run that has a loop of its own stands for all others."""
+
+    def resolve(*_: object) -> None:
+        raise DataError(f"the loop gave {asyncio.run(asyncio.sleep(0, 7))}")
+
+    monkeypatch.setattr(runs, "resolve", resolve)
+
+    async def cell() -> None:
+        for call in (lambda: penstock.run(RunConfig()), lambda: penstock.train(name="cell")):
+            with pytest.raises(DataError, match="the loop gave 7"):
+                call()
+        await asyncio.sleep(0)  # the kernel's loop goes on
+
+    asyncio.run(cell())

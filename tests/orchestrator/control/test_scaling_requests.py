@@ -1,11 +1,19 @@
 """What a request means for those that are there, and which cannot be granted."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import CannotScale
-from penstock.orchestrator.control.scaling_requests import ScalingRequest, ScalingResult, change_of, who_leaves
+from penstock.orchestrator.control.scaling_requests import (
+    ScalingRequest,
+    ScalingResult,
+    change_of,
+    longest_answer_s,
+    who_leaves,
+)
 
 REQUESTS = st.builds(
     ScalingRequest, st.sampled_from(["rollout", "reward"]), st.integers(-9, 9), st.just(True)
@@ -67,3 +75,18 @@ def test_the_last_that_came_leave_first() -> None:
 def test_what_came_of_it_is_one_line() -> None:
     assert str(ScalingResult("rollout", 3, 2, [], ["Rollout-2"])) == "rollout: 3 -> 2 (Rollout-2 has left)"
     assert str(ScalingResult("reward", 2, 2)) == "reward: 2 -> 2"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "drain_s", "longest_s"),
+    [
+        ({"enforce_eager": True, "compile_timeout_s": 900.0}, None, 60 + 2 * 100 + 30),
+        ({"enforce_eager": False, "compile_timeout_s": 900.0}, None, 60 + 2 * (100 + 900) + 30),
+        ({"enforce_eager": False, "compile_timeout_s": 900.0}, 0.0, 60 + 2 * (100 + 900)),
+        ({"enforce_eager": True}, None, 60 + 2 * 100 + 30),  # by a version without the key
+    ],
+)
+def test_the_answer_is_awaited_while_an_engine_may_start(
+    recorded: dict[str, Any], drain_s: float | None, longest_s: float
+) -> None:
+    assert longest_answer_s({"start_timeout_s": 100.0, "drain_s": 30.0, **recorded}, drain_s) == longest_s
