@@ -21,11 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import Target, interval, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import (
+    Target,
+    interval,
+    memory_folder,
+    new_table,
+    parse_arguments,
+    print_targets,
+    show,
+    write_json,
+)
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.data.roots import SHARED_MEMORY
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
@@ -202,9 +210,9 @@ def main() -> None:
     for size in sizes:
         with (
             tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
-            tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=SHARED_MEMORY) as memory,
+            memory_folder() as memory,
         ):
-            rounds += measure(size, Path(folder), memory, arguments.rounds or ROUNDS)
+            rounds += measure(size, Path(folder), str(memory), arguments.rounds or ROUNDS)
     print_rounds(rounds, sizes)
     targets = targets_of(rounds, sizes[-1])
     print_targets(targets)

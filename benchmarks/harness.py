@@ -5,6 +5,7 @@ sides alternate on the same cores within one run.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -13,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from penstock.store.data.roots import PREFIX, SHARED_MEMORY, claim_root, remove_root, sweep_stale
 from penstock.workers.runtime.processes import cpu_entry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,6 +112,18 @@ class Child:
 
 def _start_here(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, text=True, start_new_session=True, env={**os.environ, **env}, **options)
+
+
+@contextlib.contextmanager
+def memory_folder() -> Iterator[Path]:
+    """Have a folder in shared memory while the block runs. If this process is killed in it, the next benchmark or run
+    on the machine removes the folder."""
+    sweep_stale()
+    root = claim_root(Path(SHARED_MEMORY) / f"{PREFIX}bench-{uuid.uuid4().hex[:8]}")
+    try:
+        yield root
+    finally:
+        remove_root(root)
 
 
 def settle() -> None:

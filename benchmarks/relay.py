@@ -16,7 +16,17 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, show, spread, write_json
+from benchmarks.harness import (
+    Child,
+    Target,
+    memory_folder,
+    new_table,
+    parse_arguments,
+    print_targets,
+    show,
+    spread,
+    write_json,
+)
 from penstock.workers.weights.chain.plan import ChunkPlan, make_plan
 from penstock.workers.weights.publication.layout import RANGE_BYTES, compute_layout
 
@@ -25,7 +35,6 @@ NUM_TENSORS, ELEMENTS = 64, RANGE_BYTES // 2
 """A GiB of bfloat16."""
 QUICK_TENSORS = 20
 NUM_ROUNDS, WARM = 7, 2
-SHARED_MEMORY = "/dev/shm"
 
 
 class Pair:
@@ -86,8 +95,8 @@ def measure(quick: bool, num_rounds: int) -> list[dict[str, Any]]:
     plan = make(QUICK_TENSORS if quick else NUM_TENSORS)
     gigabytes = plan.layout.num_bytes / 1e9
     rounds = []
-    with TemporaryDirectory(prefix="penstock-bench-", dir=SHARED_MEMORY) as root, TemporaryDirectory() as folder:
-        pairs = {lanes: Pair(lanes, plan, Path(folder), Path(root)) for lanes in LANES}
+    with memory_folder() as root, TemporaryDirectory() as folder:
+        pairs = {lanes: Pair(lanes, plan, Path(folder), root) for lanes in LANES}
         try:
             for number in range(WARM + num_rounds):
                 for lanes, pair in pairs.items():

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import Target, memory_folder, new_table, parse_arguments, print_targets, show, write_json
 from benchmarks.store import ledger_spec
 from penstock.metering.meters import Meters
 from penstock.network.connection import Address
@@ -231,11 +231,11 @@ def main() -> None:
     measured: dict[int, Measured] = {}
     for num_rows in sizes:
         with (
-            tempfile.TemporaryDirectory(prefix="penstock-bench-", dir="/dev/shm") as shm,
+            memory_folder() as shm,
             tempfile.TemporaryDirectory(prefix="penstock-bench-") as disk,
         ):
-            (Path(shm) / "disk").symlink_to(disk)
-            found = [asyncio.run(measure(num_rows, Path(shm) / f"{i}")) for i in range(arguments.rounds or 1)]
+            (shm / "disk").symlink_to(disk)
+            found = [asyncio.run(measure(num_rows, shm / f"{i}")) for i in range(arguments.rounds or 1)]
         measured[num_rows] = {call: max(one[call] for one in found) for call in found[0]}
     print_measured(measured)
     targets = [

@@ -12,7 +12,6 @@ takes the rows of 40 groups at a time. The first 16 pictures take preallocated f
 
 import asyncio
 import multiprocessing
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -21,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import Target, memory_folder, new_table, parse_arguments, print_targets, show, write_json
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.network.connection import new_token
 from penstock.store.client.store_client import StoreClient
-from penstock.store.data.roots import SHARED_MEMORY
 from penstock.store.data.segments import Segments
 from penstock.store.service.store import Store
 from penstock.store.service.store_server import Endpoint, StorePort
@@ -117,13 +115,13 @@ def _held_bytes() -> int:
 async def measure(way: str, num_groups: int, num_copied: int) -> dict[str, Figures]:
     """Figures of a reader: of pictures and of copies, by group."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="penstock-bench-") as folder:
+    with memory_folder() as folder:
         here, there = context.Pipe()
         process = context.Process(target=read, args=(there,), daemon=True)
         process.start()
         try:
-            once = await _served(Path(folder) / "once", way, here, "pictures", num_groups)
-            copies = await _served(Path(folder) / "copies", way, here, "copies", num_copied)
+            once = await _served(folder / "once", way, here, "pictures", num_groups)
+            copies = await _served(folder / "copies", way, here, "copies", num_copied)
         finally:
             here.send(None)
             process.join()

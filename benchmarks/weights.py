@@ -33,6 +33,7 @@ import ray
 from benchmarks.harness import (
     Child,
     Target,
+    memory_folder,
     new_table,
     parse_arguments,
     print_targets,
@@ -43,7 +44,6 @@ from benchmarks.harness import (
 )
 from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, private_bytes
 from penstock.conf.model import FreshModelConfig
-from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.fresh_model import character_tokenizer
 from penstock.workers.trainer.ranks import Meeting
 from penstock.workers.weights.publication.publication_files import reclaim
@@ -186,13 +186,12 @@ def memory_rounds(cluster: Cluster, empty_store: int) -> dict[str, dict[str, int
     return sides
 
 
-def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
+def measure(size: str, work: Path, root: Path, num_rounds: int) -> list[dict[str, Any]]:
     parameters = build_model(work / "model", size)
     context = ray.init(
         "local", num_cpus=2, object_store_memory=max(2**27, 10 * parameters), include_dashboard=False,
         log_to_driver=False, logging_level="ERROR",
     )  # fmt: skip
-    root = claim_root(Path(SHARED_MEMORY) / f"penstock-bench-{work.name}")
     rounds = []
     try:
         cluster = start(work / "model", work, root, context.address_info["gcs_address"])
@@ -215,7 +214,6 @@ def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
         finally:
             cluster.close()
     finally:
-        remove_root(root)
         ray.shutdown()
         shutil.rmtree(work / "model")
     return rounds
@@ -292,7 +290,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         for size in sizes:
             work = Path(tempfile.mkdtemp(dir=folder))
-            rounds += measure(size, work, num_rounds)
+            with memory_folder() as root:
+                rounds += measure(size, work, root, num_rounds)
     print_rounds(rounds, sizes)
     targets = targets_of(rounds, sizes[-1])
     print_targets(targets)

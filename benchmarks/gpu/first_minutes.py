@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import gpu_names, write_model
-from benchmarks.harness import ROOT, new_table, show
+from benchmarks.harness import ROOT, memory_folder, new_table, show
 
 Facts = dict[str, Any]
 MINUTES = 15.0
@@ -180,7 +180,7 @@ def transfers(bench: Bench) -> Facts:
     bench.update(trainer)
     held = sum(piece.values.numel() * piece.values.element_size() for piece in trainer.engine.state())
     steps = iter(range(1, 99))
-    with tempfile.TemporaryDirectory(prefix="penstock-first-", dir="/dev/shm") as root:
+    with memory_folder() as root:
         published = trainer.publication_bytes
         publish = bench.seconds(lambda: trainer.publish(f"{root}/published", next(steps)))
         copies = MemoryCheckpoint(TrainingState({"policy": trainer}), trainer, f"{root}/kept")

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
-from benchmarks.harness import new_table, parse_arguments, show, write_json
+from benchmarks.harness import memory_folder, new_table, parse_arguments, show, write_json
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
-from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.protocols import EngineSpec, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.engine_calls import LoopEngines
@@ -182,19 +181,15 @@ def main() -> None:
     device = torch.device("cuda", 0)
     places: dict[str, int | None] = {"shm": 0, "ipc": 0} | ({"nccl": 1} if num_gpus > 1 else {})
     rounds: list[dict[str, Any]] = []
-    root = claim_root(Path(SHARED_MEMORY) / f"penstock-gpu-weights-{os.getpid()}")
-    try:
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-            model_path = Path(folder)
-            num_bytes = 2 * write_model(model_path, "small" if arguments.quick else "0.5b", device)
-            for name, gpu in places.items():
-                trainer = Trainer(model_path, device)
-                rounds += asyncio.run(measure(name, trainer, model_path, root / name, gpu=gpu, num_rounds=num_rounds))
-                print(rounds[-1], flush=True)
-                del trainer
-                torch.cuda.empty_cache()
-    finally:
-        remove_root(root)
+    with memory_folder() as root, tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        model_path = Path(folder)
+        num_bytes = 2 * write_model(model_path, "small" if arguments.quick else "0.5b", device)
+        for name, gpu in places.items():
+            trainer = Trainer(model_path, device)
+            rounds += asyncio.run(measure(name, trainer, model_path, root / name, gpu=gpu, num_rounds=num_rounds))
+            print(rounds[-1], flush=True)
+            del trainer
+            torch.cuda.empty_cache()
     print_rounds(rounds, num_bytes)
     write_json(arguments.json, "gpu_weights", rounds, [], gpus=gpu_names())
 

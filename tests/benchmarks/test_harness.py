@@ -1,11 +1,12 @@
-"""What benchmarks make of their rounds."""
+"""What benchmarks make of their rounds, and the memory that they leave."""
 
 import statistics
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import interval, spread
+from benchmarks.harness import interval, memory_folder, spread
+from penstock.store.data import roots
 
 
 def test_a_spread_is_the_median_with_the_lowest_and_the_highest():
@@ -33,3 +34,16 @@ def test_an_interval_lies_among_the_rounds_and_is_repeated(values):
 def test_a_smaller_share_has_a_narrower_interval(values):
     wide, narrow = interval(values, statistics.median), interval(values, statistics.median, share=0.5)
     assert wide[0] <= narrow[0] <= narrow[1] <= wide[1]
+
+
+def test_a_benchmark_removes_what_a_killed_one_has_left_in_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.harness.SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr("benchmarks.harness.sweep_stale", lambda: roots.sweep_stale(tmp_path))
+    with memory_folder() as alive:
+        left = roots.claim_root(tmp_path / "penstock-bench-left")
+        (left / "rows").write_bytes(bytes(8))
+        dead, began, *machine = (left / roots.OWNER_NAME).read_text().split()
+        (left / roots.OWNER_NAME).write_text(" ".join([dead, f"{began}0", *machine]))  # its PID is another's by now
+        with memory_folder() as mine:
+            assert {*tmp_path.iterdir()} == {alive, mine}
+    assert not [*tmp_path.iterdir()]

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu import imports, weights
 from benchmarks.gpu.smoke.place import Failed, Place, some_rows
+from benchmarks.harness import memory_folder
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
@@ -130,16 +130,13 @@ def transports(place: Place) -> None:
     gpus: dict[str, int | None] = {"shm": 0 if place.has_gpu else None}
     gpus |= {"ipc": 0} if place.needs(1, "ipc") else {}
     gpus |= {"nccl": 1} if place.needs(2, "nccl") else {}
-    root = claim_root(Path(SHARED_MEMORY) / f"penstock-gpu-smoke-{place.folder.name}")
-    try:
+    with memory_folder() as root:
         for name, gpu in gpus.items():
             trainer = weights.Trainer(place.model, place.device)
             rounds = asyncio.run(
                 weights.measure(name, trainer, place.model, root / name, gpu=gpu, num_rounds=1, engine_options=ENGINE)
             )
             place.near(f"{name}: log-probabilities of the engine", rounds[-1]["logprob_difference"], 0.0, COARSE)
-    finally:
-        remove_root(root)
     place.leave_out("nccl_m2n, which needs NCCL 2.30.5")
 
 
