@@ -396,6 +396,34 @@ def _grafana(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "reproduce", "make a run again and compare its bits", RUN,
+    argument("--steps", type=int, metavar="N", help="(default: all that the run has)"),
+    argument("--directory", metavar="DIR", help="a new one, for the second run (default: beside the first)"),
+    description="Make a run again with what it chose, and compare each step. Ends after the first difference, and "
+    "names its step and its quantity. Exit code 0: the same bits, 1: others.",
+)  # fmt: skip
+def _reproduce(arguments: argparse.Namespace) -> int:
+    _announce("reading the run")
+    from penstock.orchestrator.reproduce import reproduce
+
+    heed_end()
+    return reproduce(arguments.run, _announce, steps=arguments.steps, directory=arguments.directory)
+
+
+@command(
+    "diff", "where two runs begin to differ, bit for bit",
+    argument("runs", nargs=2, metavar="RUN", help="a run's directory or URL"),
+    description="Say up to which step two runs have the same bits, which quantity is the first that differs, and what "
+    "differs in their manifests. Exit code 0: the same bits, 1: others.",
+)  # fmt: skip
+def _diff(arguments: argparse.Namespace) -> int:
+    from penstock.orchestrator.reproduce import diff
+
+    first, second = arguments.runs
+    return diff(first, second, _announce)
+
+
 @command("status", "what a run's store is doing now", RUN)
 def _status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
@@ -432,11 +460,13 @@ def _scale(arguments: argparse.Namespace) -> int:
     argument("checkpoint", help="its directory or URL, e.g. runs/NAME/checkpoints/global_step_50, or a run's"),
     argument("directory", help="a new directory for the model, or a URL"),
     argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: the run's rollout.dtype"),
+    argument("--best", action="store_true", help="of a run's checkpoints the best one, by its checkpoint.best_metric"),
 )  # fmt: skip
 def _export(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.checkpointing.export import export_checkpoint
+    from penstock.orchestrator.checkpointing.export import export_best, export_checkpoint
 
-    print(export_checkpoint(arguments.checkpoint, arguments.directory, arguments.dtype))
+    export = export_best if arguments.best else export_checkpoint
+    print(export(arguments.checkpoint, arguments.directory, arguments.dtype))
     return 0
 
 

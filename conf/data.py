@@ -239,6 +239,13 @@ class EvaluationConfig:
                     "evaluation itself."
                 )
 
+    def metrics(self, *, in_environment: bool) -> list[str]:
+        """Names of the metrics that say how good the policy is."""
+        sets, k = ("heldout", *self.sets), self.num_samples
+        ends = ("", f"_avg@{k}", f"_pass@{k}") if k else ("",)
+        rewards = [f"heldout_reward/{name}" for name in sets] if in_environment else []
+        return [f"accuracy/{name}{end}" for name in sets for end in ends] + rewards
+
     def of_set(self, name: str, data: DataConfig) -> tuple[DataConfig, "EvaluationConfig"]:
         """Settings of the held-out problems of a set, as if they were those of evaluation itself."""
         own = self.sets[name]

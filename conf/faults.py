@@ -118,6 +118,15 @@ class CheckpointConfig:
     """Number of the newest checkpoints that are kept: the previous one is there if the newest turns out damaged."""
     keep_every_steps: int = 0
     """Divisor of the steps whose checkpoints stay for good. 0: none does."""
+    keep_best: int = 0
+    """Number of the best checkpoints that stay, by best_metric. With it each evaluated step is saved, and removed once
+    its score is known, unless it is among the best or kept by the keys above. `penstock export RUN DIRECTORY --best`
+    writes the best model. 0: none stays for its score, since each costs the room of weights and optimizer."""
+    best_metric: str = "accuracy/heldout"
+    """Metric of the evaluation that says which checkpoint is best, e.g. accuracy/heldout_avg@8, or accuracy/NAME of one
+    of evaluation.sets."""
+    best_mode: str = "max"
+    """Better values of best_metric: max: larger ones; min: smaller ones. Of equal values the earlier step is better."""
     directory: str | None = None
     """Place of the checkpoints: a directory that all nodes see, or an fsspec URL such as s3://bucket/run. `null`:
     `checkpoints/` of the run, at its URL if output_dir is one. What is written there is read back once before the
@@ -126,4 +135,7 @@ class CheckpointConfig:
     """Deadline of writing one, and of reading one."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "checkpoint", every_steps=0, keep_last=1, keep_every_steps=0, timeout_s=POSITIVE)
+        check_bounds(
+            self, "checkpoint", every_steps=0, keep_last=1, keep_every_steps=0, keep_best=0, timeout_s=POSITIVE
+        )
+        one_of("checkpoint.best_mode", self.best_mode, ("max", "min"))

@@ -201,6 +201,17 @@ class RunConfig:
         """Part of the staleness bound that is left for rows that are trained again, in versions."""
         return self.trainer.replay.steps if self.trainer.replay.share else 0
 
+    def evaluates(self, step: int) -> bool:
+        """Return whether the policy is evaluated after this step."""
+        every = self.evaluation.every_steps
+        return every > 0 and (step % every == 0 or step == self.trainer.max_steps)
+
+    @property
+    def saves_evaluated(self) -> bool:
+        """True if each evaluated step is saved: its score, which may come later, decides what becomes of it."""
+        may_stop = self.max_staleness > 0 and self.evaluation.stop_at_accuracy is not None
+        return self.checkpoint.every_steps > 0 and (self.checkpoint.keep_best > 0 or may_stop)
+
     def with_set(self, name: str) -> "RunConfig":
         """Return the configuration as if the held-out problems of a set were those of evaluation itself."""
         data, evaluation = self.evaluation.of_set(name, self.data)
@@ -237,6 +248,7 @@ def validate(config: RunConfig) -> None:
             f"{config.window_staleness}."
         )
     _check_replay(config)
+    _check_keep_best(config)
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:
         raise ConfigError(
@@ -297,6 +309,30 @@ def _check_replay(config: RunConfig) -> None:
         raise ConfigError(
             f"trainer.replay.share={config.trainer.replay.share:g}: rows with pictures are not kept to be trained "
             "again. Set it to 0."
+        )
+
+
+def _check_keep_best(config: RunConfig) -> None:
+    """Check that checkpoints have scores, where the best are kept."""
+    checkpoint, evaluation = config.checkpoint, config.evaluation
+    if not checkpoint.keep_best:
+        return
+    key = f"checkpoint.keep_best={checkpoint.keep_best}"
+    if not evaluation.every_steps:
+        raise ConfigError(
+            f"{key}: nothing is evaluated, so no checkpoint has a score. Set evaluation.every_steps, or "
+            "checkpoint.keep_best=0."
+        )
+    if not checkpoint.every_steps:
+        raise ConfigError(
+            f"{key}: checkpoint.every_steps=0 takes no checkpoints. Set it to {evaluation.every_steps} or more, or "
+            "checkpoint.keep_best=0."
+        )
+    metrics = evaluation.metrics(in_environment=config.environment.name is not None)
+    if checkpoint.best_metric not in metrics:
+        raise ConfigError(
+            f"checkpoint.best_metric={checkpoint.best_metric}: evaluation measures {', '.join(metrics)}. Name one of "
+            "them; evaluation.sets and evaluation.num_samples add more."
         )
 
 

@@ -5,6 +5,7 @@
         trainer/         weights and optimizer in shards with an index, and what is no tensor, written by the ranks
         store/           the store's snapshot: groups on their way, with their columns
         manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
+        scores.json      what the evaluation of this version has measured, once it is known
         COMPLETE         written last, once all else survives a power cut: without it, the checkpoint does not count
 
 The place may be an fsspec URL. A model that was made for a run with a URL as output_dir (a fresh one, a warm start's)
@@ -38,10 +39,11 @@ from penstock.conf.errors import CheckpointError, DamagedCheckpoint, PenstockErr
 from penstock.conf.faults import CheckpointConfig
 from penstock.conf.run import RunConfig
 from penstock.network.names import OutsideName, below
+from penstock.orchestrator.checkpointing.retention import ranked, score_of, steps_to_remove
 from penstock.orchestrator.cluster.ray_calls import GRACE_S, answer, answers, cause_of, is_recoverable
 from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.checkpoint import FORMAT, Checkpoint, trainer_directory
-from penstock.orchestrator.run_directory.json_lines import plain
+from penstock.orchestrator.run_directory.json_lines import object_of, plain
 from penstock.orchestrator.run_directory.mirror import MirrorRecord, url_of
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.store.data import durable
@@ -59,6 +61,7 @@ from penstock.workers.runtime.url_files import (
     is_url,
     list_names,
     move,
+    read_optional,
     read_text,
     remove,
     size_fault,
@@ -71,6 +74,7 @@ PREFIX = "global_step_"
 ASIDE = "damaged_"
 MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
+SCORES = "scores.json"
 T = TypeVar("T")
 
 
@@ -90,6 +94,8 @@ class Checkpoints:
     def __init__(self, place: str, config: CheckpointConfig) -> None:
         self.place = place.rstrip("/")
         self._config = config
+        self._evaluated: dict[int, dict[str, Any]] = {}
+        """What was measured of the checkpoints' versions, by step, as far as it was written or read."""
         self._is_given_up = False
 
     async def apart(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -128,6 +134,7 @@ class Checkpoints:
 
     def unseal(self, step: int) -> None:
         """Make a complete checkpoint count no longer: the run has gone back behind its step, and writes it anew."""
+        self._evaluated.pop(step, None)
         remove(f"{self.directory(step)}/{MARKER}")
 
     def add_directory(self, step: int, name: str, directory: Path) -> None:
@@ -154,12 +161,27 @@ class Checkpoints:
             raise CheckpointError(f"{checkpoint.directory}: the run has ended or returned before it was complete.")
         write_text(f"{checkpoint.directory}/{MARKER}", f"{checkpoint.step}\n")
 
-    def prune(self) -> list[int]:
-        """Delete checkpoints that are neither among the newest nor to be kept for good, marker first. Returns their
-        steps."""
-        every = self._config.keep_every_steps
-        old = [step for step in self.steps()[: -self._config.keep_last] if not (every and step % every == 0)]
-        for step in old:
+    def add_scores(self, step: int, evaluated: Mapping[str, Any]) -> None:
+        """Keep what was measured of a complete checkpoint's version."""
+        write_text(f"{self.directory(step)}/{SCORES}", json.dumps(plain(evaluated)))
+        self._evaluated[step] = dict(evaluated)
+
+    def scores(self) -> dict[int, float]:
+        """Scores of the complete checkpoints that have one, by step."""
+        found = {step: score_of(self._evaluated_at(step), self._config) for step in self.steps()}
+        return {step: score for step, score in found.items() if score is not None}
+
+    def _evaluated_at(self, step: int) -> dict[str, Any]:
+        if step not in self._evaluated and (data := read_optional(f"{self.directory(step)}/{SCORES}")) is not None:
+            self._evaluated[step] = object_of(data) or {}
+        return self._evaluated.get(step, {})
+
+    def prune(self, awaited: Collection[int] = ()) -> list[int]:
+        """Delete checkpoints that need not stay, marker first. Returns their steps. `awaited`: steps whose evaluation
+        has not ended."""
+        scores = self.scores() if self._config.keep_best else {}
+        old = steps_to_remove(self.steps(), scores, awaited, self._config)
+        for step in [] if self._is_given_up else old:
             remove(f"{self.directory(step)}/{MARKER}")
             remove(self.directory(step))
         return old
@@ -208,10 +230,8 @@ def open_checkpoint(place: str) -> Checkpoint:
     that are missing or cut.
     """
     place = place.rstrip("/")
-    for folder in (place, f"{place}/checkpoints"):
-        steps = Checkpoints(folder, CheckpointConfig()).steps()
-        if steps:
-            return open_checkpoint(f"{folder}/{PREFIX}{steps[-1]}")
+    if steps := (found := _checkpoints_at(place)).steps():
+        return open_checkpoint(found.directory(steps[-1]))
     if not exists(f"{place}/{MARKER}"):
         raise CheckpointError(
             f"{place} is no checkpoint: it has no file {MARKER}. {way_out(place)} Give resume= the directory "
@@ -237,6 +257,39 @@ def open_checkpoint(place: str) -> Checkpoint:
         raise CheckpointError(f"{place}/{MANIFEST}: cannot be read ({error}). {way_out(place)}") from None
     _check_sizes(checkpoint)
     return checkpoint
+
+
+def _checkpoints_at(place: str) -> Checkpoints:
+    """The checkpoints of a `checkpoints/` directory, or of a run's."""
+    here, below = (Checkpoints(folder, CheckpointConfig()) for folder in (place, f"{place.rstrip('/')}/checkpoints"))
+    return here if here.steps() else below
+
+
+def best_checkpoint(place: str) -> tuple[Checkpoint, str]:
+    """The best checkpoint of a run, or of a `checkpoints/` directory, by the run's `checkpoint.best_metric`, and what
+    there is to say of its score. Raises `CheckpointError`."""
+    if exists(f"{place}/{MARKER}"):
+        raise CheckpointError(f"{place} is one checkpoint, and --best chooses among those of a run. Leave out --best.")
+    checkpoints = _checkpoints_at(place)
+    if (newest := checkpoints.newest()) is None:
+        raise CheckpointError(
+            f"--best: {place} has no checkpoints to choose from. Give it the directory of a run that was saved "
+            "(checkpoint.every_steps), or its checkpoint.directory."
+        )
+    own = newest.config.get("checkpoint", {})
+    keys = {key: own[key] for key in ("best_metric", "best_mode") if key in own}
+    config = CheckpointConfig(**keys)
+    scores = Checkpoints(checkpoints.place, config).scores()
+    if not scores:
+        steps = ", ".join(map(str, checkpoints.steps()))
+        raise CheckpointError(
+            f"--best: no checkpoint in {checkpoints.place} (steps {steps}) has a score, {config.best_metric}. Set "
+            "evaluation.every_steps, and checkpoint.keep_best=1 to save each evaluated step; resume=auto goes on with "
+            "the run. Without --best the newest one is exported."
+        )
+    best = ranked(scores, config)[0]
+    told = f"step {best}: {config.best_metric}={scores[best]:.4g}, the best of {len(scores)} checkpoint(s) with a score"
+    return open_checkpoint(checkpoints.directory(best)), told
 
 
 def way_out(place: str) -> str:
@@ -331,6 +384,12 @@ class CheckpointWriter:
         """Directory that each rank writes to, by name: on its own disk, where it does not see the driver's."""
         self._left: set[int] = set()
         """Steps of failed checkpoints: a part of them may have come after they were removed."""
+        self._awaited: set[int] = set()
+        """Steps whose evaluation has not ended: their checkpoints stay until then."""
+        self._scores: dict[int, Mapping[str, Any]] = {}
+        """What was measured of steps whose checkpoints do not have it yet."""
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._pruning = asyncio.Lock()
         self.failed = 0
         """Number of checkpoints that could not be written."""
 
@@ -340,7 +399,32 @@ class CheckpointWriter:
         every = self._config.checkpoint.every_steps
         if not every or step == self._newest:
             return False
-        return is_last or step % every == 0 or step == self._config.trainer.max_steps
+        is_scored = self._config.saves_evaluated and self._config.evaluates(step)
+        return is_last or is_scored or step % every == 0 or step == self._config.trainer.max_steps
+
+    def await_score(self, step: int) -> None:
+        """Keep the checkpoint of this step until `scored`: it is being evaluated, or will be."""
+        self._awaited.add(step)
+
+    def scored(self, step: int, evaluated: Mapping[str, Any]) -> None:
+        """Add what was measured of a step's version to its checkpoint, once it is complete, without pausing training.
+        `evaluated`: metrics; empty if the evaluation is lost."""
+        self._awaited.discard(step)
+        self._scores |= {step: evaluated} if evaluated else {}
+        scoring = asyncio.create_task(self._add_scores())
+        self._scoring.add(scoring)
+        scoring.add_done_callback(self._scoring.discard)
+
+    async def _add_scores(self) -> None:
+        """Prune, tolerating a place that cannot be written: the next score or checkpoint tries it again."""
+        try:
+            if removed := await self._prune():
+                self._directory.event("checkpoints_removed", steps=removed)
+        except (OSError, CheckpointError) as error:
+            advice = "The next score or checkpoint tries it again."
+            self._directory.failed_writes.record_failure("scores", error, advice)
+        else:
+            self._directory.failed_writes.record_success("scores")
 
     async def adopt(self, step: int | None, metrics: Mapping[str, Any]) -> None:
         """Go on after another process, which may have died during a checkpoint: its ranks may write it still, and it
@@ -383,6 +467,8 @@ class CheckpointWriter:
             self._writing = asyncio.create_task(self._not_begun(step, why_not))
             return time.monotonic() - started
         self._newest = step
+        if self._config.evaluates(step):
+            self.await_score(step)
         try:
             start = await self._cut(step)
         except PenstockError as error:
@@ -440,16 +526,16 @@ class CheckpointWriter:
         """Complete no checkpoint any more: the run ends, or returns. What is there of one stays for the next run to
         sweep."""
         self._checkpoints.give_up()
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+        under_way = [*self._scoring, *([self._writing] if self._writing is not None else [])]
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     async def finish(self, *, strict: bool = False) -> None:
-        """Wait for the checkpoint that is being written. `strict`: raise what it failed with."""
-        if self._writing is None:
-            return
+        """Wait for the checkpoint that is being written, and for scores. `strict`: raise what it failed with."""
         writing, self._writing = self._writing, None
-        error = await writing
+        error = await writing if writing is not None else None
+        await asyncio.gather(*self._scoring)
         if strict and error is not None:
             raise error
 
@@ -502,10 +588,33 @@ class CheckpointWriter:
         await self._checkpoints.apart(self._sync_lines)  # one that counts has the lines of all steps before
         await asyncio.to_thread(self._directory.upload_now, BRING_S)
         await self._checkpoints.apart(self._checkpoints.seal, checkpoint, parts, brought)
-        removed = await self._checkpoints.apart(self._checkpoints.prune)
+        removed = await self._prune()
         num_bytes = sum(file.num_bytes for file in checkpoint.files)
         self._directory.event("checkpoint", step=step, path=checkpoint.directory, bytes=num_bytes, removed=removed)
         self._directory.timeline.span("checkpoint", "write", started, time.time(), step=step)
+
+    async def _prune(self) -> list[int]:
+        """Add the scores that have come to their checkpoints, and remove the checkpoints that need not stay any more.
+        Returns their steps."""
+        async with self._pruning:
+            complete = await self._checkpoints.apart(self._checkpoints.steps)
+            come = [(step, self._scores[step]) for step in sorted(self._scores.keys() & set(complete))]
+            for step, evaluated in come:
+                await self._checkpoints.apart(self._checkpoints.add_scores, step, evaluated)
+                del self._scores[step]
+            removed = await self._checkpoints.apart(self._checkpoints.prune, set(self._awaited))
+            if come and self._config.checkpoint.keep_best:
+                self._report_best(dict(come), await self._checkpoints.apart(self._checkpoints.scores))
+            return removed
+
+    def _report_best(self, come: Mapping[int, Mapping[str, Any]], scores: Mapping[int, float]) -> None:
+        """Report the scores that have come, and which checkpoint is the best by now."""
+        config = self._config.checkpoint
+        order = ranked(scores, config)
+        for step, evaluated in come.items():
+            if order and (score := score_of(evaluated, config)) is not None:
+                best = {"best": order[0], "best_score": scores[order[0]]}
+                self._directory.event("checkpoint_scored", step=step, metric=config.best_metric, score=score, **best)
 
     def _sync_lines(self) -> None:
         """Have the lines of the steps so far survive a power cut. A checkpoint counts without them, too."""

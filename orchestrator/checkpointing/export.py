@@ -1,5 +1,5 @@
 """Models as HF directories: the trainer's during a run, wherever its ranks are, and a checkpoint's by `penstock export
-CHECKPOINT DIRECTORY`, which needs neither Ray nor the run.
+CHECKPOINT DIRECTORY` (with --best: a run's best one), which needs neither Ray nor the run.
 
 The model of a checkpoint is made as the run made it (base weights, adapters, head), the trained weights are read into
 it, and it is written as `tracking.export_model` writes it at the end of a run. Only this needs the trainer's code, so
@@ -8,6 +8,7 @@ that is imported late.
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from omegaconf import OmegaConf
 
 from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.trainer import TrainerConfig
-from penstock.orchestrator.checkpointing.checkpoints import bring_model, open_checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import best_checkpoint, bring_model, open_checkpoint
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
@@ -44,6 +45,14 @@ async def export_model(fleet: Fleet, directory: str) -> None:
             f"export to {directory}: cannot be written: {error}. Make room there, or see whether its file system "
             "answers. A checkpoint has the weights too: penstock export CHECKPOINT DIRECTORY."
         ) from None
+
+
+def export_best(run: str, directory: str | Path, dtype: str = "", tell: Callable[[str], None] = print) -> str:
+    """Write the model of a run's best checkpoint, by its `checkpoint.best_metric`. Arguments, result and errors are
+    those of `export_checkpoint`. `tell`: called with the step and its score."""
+    checkpoint, told = best_checkpoint(absolute(run))
+    tell(told)
+    return export_checkpoint(checkpoint.directory, directory, dtype)
 
 
 def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str:

@@ -297,8 +297,7 @@ class Controller:
         self._observer.emit(0, {"step": 0, "policy_version": 0, **evaluated, "timing_s/evaluation": seconds})
 
     def _evaluates(self, step: int) -> bool:
-        every, last = self.config.evaluation.every_steps, step == self.config.trainer.max_steps
-        return self.evaluator is not None and (step % every == 0 or last)
+        return self.evaluator is not None and self.config.evaluates(step)
 
     def _may_stop(self, step: int) -> bool:
         """Return whether the run may end with this step. Nothing is trained then until it is measured, so that what is
@@ -309,6 +308,7 @@ class Controller:
         if not self._evaluates(step):
             return {}, 0.0
         evaluated, seconds = await self._evaluate()
+        self._saving.scored(step, evaluated)
         accuracy, goal = evaluated[HELDOUT], self.config.evaluation.stop_at_accuracy
         if self._has_reached(evaluated) and step < self.config.trainer.max_steps:
             self._stop = True

@@ -2,7 +2,7 @@
 
     bad    members or commands that were lost, until others served; checkpoints that failed
     warn   what the run says is wrong with it
-    good   the goal of the evaluation was reached
+    good   the goal of the evaluation was reached; the best checkpoint, of those that are kept for their score
     note   checkpoints, members that joined or left, resumptions, the way in which CPUs are shared
 
 A kind of which there are many becomes a few marks that each stand for several. Events that say no step have no mark.
@@ -73,7 +73,18 @@ def marks_of(events: Sequence[Event]) -> list[Mark]:
     for name, kind in KINDS.items():
         own = [event for event in events if event.get("kind") == name and _has_step(event)]
         found += few([Mark(event["step"], kind.text(event), kind.level) for event in own], kind.several)
+    if best := best_of(events):
+        found.append(Mark(best["step"], f"best checkpoint: {best['metric']} {best['score']:.4g}", "good"))
     return sorted(found, key=lambda mark: mark.step)
+
+
+def best_of(events: Sequence[Event]) -> dict[str, Any] | None:
+    """Step, metric and score of the best checkpoint by now; None where none is kept for its score."""
+    last = next((event for event in reversed(events) if event.get("kind") == "checkpoint_scored"), {})
+    step, score, metric = last.get("best"), last.get("best_score"), last.get("metric")
+    if not (_is_number(step) and _is_number(score) and isinstance(metric, str)):
+        return None
+    return {"step": step, "metric": metric, "score": score}
 
 
 def few(marks: Sequence[Mark], several: str) -> list[Mark]:
@@ -94,8 +105,11 @@ def _joined(marks: Sequence[Mark], several: str) -> Mark:
 
 
 def _has_step(event: Event) -> bool:
-    step = event.get("step")
-    return isinstance(step, int | float) and not isinstance(step, bool) and math.isfinite(step)
+    return _is_number(event.get("step"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _short(event: Event) -> str:

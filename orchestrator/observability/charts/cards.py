@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.orchestrator.observability.faults import faults_of
+from penstock.orchestrator.observability.marks import best_of
 
 Event = Mapping[str, Any]
 
@@ -51,6 +52,7 @@ def cards(numbers: Numbers, config: Mapping[str, Any], events: Sequence[Event], 
         _staleness(numbers, config),
         _mismatch(numbers),
         _dropped(numbers),
+        _best_checkpoint(events),
         _failed_checkpoints(events),
         _faults(numbers, events),
         _warnings(events),
@@ -170,6 +172,14 @@ def _dropped(numbers: Numbers) -> Card | None:
         return None
     reasons = ", ".join(f"{name.partition('/')[2]} {value:g}" for name, value in last.items())
     return Card("Dropped samples", f"{sum(last.values()):g}", reasons, False)
+
+
+def _best_checkpoint(events: Sequence[Event]) -> Card | None:
+    best = best_of(events)
+    if best is None:
+        return None
+    detail = f"{best['metric']} {best['score']:.4g}; penstock export RUN DIRECTORY --best"
+    return Card("Best checkpoint", f"step {best['step']}", detail)
 
 
 def _failed_checkpoints(events: Sequence[Event]) -> Card | None:

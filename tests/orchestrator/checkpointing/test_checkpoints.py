@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunInUse
 from penstock.conf.faults import CheckpointConfig
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, best_checkpoint, open_checkpoint
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recovery.resume import finished_run, open_run, rewind
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
@@ -17,15 +17,15 @@ from penstock.workers.prompts.source import PromptStart
 from penstock.workers.runtime.url_files import SavedFile, saved_file
 
 
-def write(checkpoints: Checkpoints, step: int, *, model: str = "/", **values) -> Checkpoint:
-    """A complete one, with one trainer's file."""
+def write(checkpoints: Checkpoints, step: int, *, model: str = "/", run=None, **values) -> Checkpoint:
+    """A complete one, with one trainer's file. `run`: what the run has set of its checkpoints."""
     directory = checkpoints.directory(step)
     path = Path(directory.removeprefix("file://"))
     (path / "trainer").mkdir(parents=True)
     (path / "trainer" / "rank_0.bin").write_bytes(b"weights" * step)
     files = [saved_file(path / "trainer" / "rank_0.bin")]
     start = PromptStart(PromptCursor(1, step), 4 * step)
-    config = {"algorithm": {"name": "grpo"}}
+    config = {"algorithm": {"name": "grpo"}, "checkpoint": run or {}}
     made = Checkpoint(directory, step, start, model, {"teacher": "/t"}, files, config, **values)
     checkpoints.seal(made)
     return made
@@ -102,6 +102,93 @@ def test_the_newest_stay_and_those_that_the_number_divides(tmp_path):
         write(checkpoints, step)
     assert checkpoints.prune() == [2, 6]
     assert checkpoints.steps() == [4, 8, 10]
+
+
+def kept(tmp_path, **config):
+    """Checkpoints of steps 1 to 5, and what evaluation has measured of some of them."""
+    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(keep_last=1, **config))
+    for step in (1, 2, 3, 4, 5):
+        write(checkpoints, step, run=config)
+    for step, accuracy in {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.7}.items():
+        checkpoints.add_scores(step, {"accuracy/heldout": accuracy, "accuracy/hard": None if step == 1 else -accuracy})
+    return checkpoints
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ({}, [5]),
+        ({"keep_best": 1}, [2, 5]),
+        ({"keep_best": 3}, [2, 3, 4, 5]),
+        ({"keep_best": 1, "best_mode": "min"}, [1, 5]),
+        ({"keep_best": 1, "best_metric": "accuracy/hard"}, [4, 5]),
+        ({"keep_best": 1, "best_metric": "accuracy/none"}, [5]),
+        ({"keep_best": 1, "keep_every_steps": 3}, [2, 3, 5]),
+    ],
+    ids=str,
+)
+def test_the_best_stay_too_and_of_equal_ones_the_earlier(tmp_path, config, steps):
+    kept(tmp_path, **config).prune()
+    assert Checkpoints(str(tmp_path), CheckpointConfig()).steps() == steps
+
+
+def test_a_checkpoint_stays_while_its_score_is_awaited_and_goes_if_none_comes(tmp_path):
+    checkpoints = kept(tmp_path, keep_best=1)
+    write(checkpoints, 6)
+    assert checkpoints.prune(awaited={1, 5}) == [3, 4]
+    assert checkpoints.steps() == [1, 2, 5, 6]
+    assert checkpoints.prune() == [1, 5]
+
+
+def test_scores_are_read_again_by_the_next_command(tmp_path):
+    kept(tmp_path)
+    again = Checkpoints(f"file://{tmp_path}", CheckpointConfig(keep_best=1, keep_last=1))
+    assert again.scores() == {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.7}
+    again.unseal(2)
+    again.clear(2)
+    write(again, 2)
+    assert again.scores() == {1: 0.5, 3: 0.9, 4: 0.7}, "a step that was made again has the score of the one before"
+
+
+def test_the_best_is_found_by_the_runs_own_metric_and_says_its_score(tmp_path):
+    kept(tmp_path / "run" / "checkpoints", best_metric="accuracy/hard", best_mode="max")
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        found, told = best_checkpoint(str(place))
+        assert found.step == 4
+        assert told == "step 4: accuracy/hard=-0.7, the best of 3 checkpoint(s) with a score"
+
+
+def test_where_there_is_no_best_what_to_do_is_said(tmp_path):
+    with pytest.raises(CheckpointError, match=r"--best: .* has no checkpoints to choose from.*checkpoint\.every_steps"):
+        best_checkpoint(str(tmp_path))
+    write(Checkpoints(f"{tmp_path}/checkpoints", CheckpointConfig()), 4)
+    message = r"--best: no checkpoint in .*/checkpoints \(steps 4\) has a score, accuracy/heldout\. Set evaluation"
+    with pytest.raises(CheckpointError, match=message):
+        best_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"is one checkpoint.*--best chooses among those of a run"):
+        best_checkpoint(f"{tmp_path}/checkpoints/global_step_4")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluation.every_steps=0"], "nothing is evaluated.*Set evaluation.every_steps"),
+        (["evaluation.every_steps=5", "checkpoint.every_steps=0"], "takes no checkpoints. Set it to 5 or more"),
+        (
+            ["evaluation.every_steps=5", "checkpoint.best_metric=accuracy/heldout_avg@4"],
+            "evaluation measures accuracy/heldout. Name one",
+        ),
+        (
+            ["evaluation.every_steps=5", "checkpoint.best_metric=x", "evaluation.num_samples=2",
+             "evaluation.sets={hard: {path: hard.jsonl}}"],
+            "accuracy/heldout_pass@2, accuracy/hard, accuracy/hard_avg@2",
+        ),
+        (["evaluation.every_steps=5", "checkpoint.best_mode=most"], "checkpoint.best_mode=most: unknown"),
+    ],
+)  # fmt: skip
+def test_keeping_the_best_without_scores_is_refused(tmp_path, words, message):
+    with pytest.raises(ConfigError, match=message):
+        run_words(tmp_path, "evaluation.path=y.jsonl", "checkpoint.keep_best=1", *words)
 
 
 def test_a_runs_directory_means_its_newest_checkpoint(tmp_path):

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from penstock.conf.algorithms import GrpoConfig
+from penstock.conf.data import EvaluationConfig
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.conf.faults import CheckpointConfig
 from penstock.conf.run import RunConfig
@@ -60,7 +61,7 @@ class EmptyStore:
         return empty_snapshot(root, step)
 
 
-def saving(tmp_path, resumed=None, **config):
+def saving(tmp_path, resumed=None, evaluation=None, **config):
     """A writer, its trainer, what it tells the run's directory, and the order of calls."""
     calls = []
     trainer, directory = FakeHandle(LateTrainer(calls)), Mock(metrics_file=tmp_path / "metrics.jsonl")
@@ -68,7 +69,10 @@ def saving(tmp_path, resumed=None, **config):
     roles = {"trainer": [("Trainer-0", trainer)], "prompts": [("Prompts", prompts)]}
     flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
     checkpoint = CheckpointConfig(directory=str(tmp_path), **config)
-    run = RunConfig(algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4))
+    held_out = evaluation or EvaluationConfig()
+    run = RunConfig(
+        algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4), evaluation=held_out
+    )
     files = OneMachine(roles.__getitem__)
     places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
     fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=resumed, owner=Some(epoch=0), **places)
@@ -116,6 +120,72 @@ def test_a_missing_file_of_a_rank_costs_this_checkpoint_only(tmp_path):
     message = directory.event.call_args_list[0].kwargs["message"]
     assert "global_step_1/trainer/rank_0.bin is missing as this machine sees it" in message
     assert "that all nodes share" in message
+
+
+def test_a_score_that_comes_late_decides_which_checkpoint_stays(tmp_path):
+    """Evaluation beside training: two steps are saved before the score of the first is known."""
+    every_step = EvaluationConfig(every_steps=1)
+    writer, _, directory, _ = saving(tmp_path, evaluation=every_step, keep_best=1, keep_last=1, every_steps=50)
+
+    def there():
+        return sorted(path.name[-1] for path in tmp_path.iterdir())
+
+    async def save(step):
+        assert writer.is_due(step)
+        await writer.begin(step, {})
+        await writer.finish()
+
+    async def run():
+        for step in (2, 3, 4):
+            await save(step)
+        assert there() == ["2", "3", "4"], "one whose score is awaited was removed"
+        writer.scored(3, {"accuracy/heldout": 0.5})
+        await writer.finish()
+        assert there() == ["2", "3", "4"]
+        writer.scored(2, {})  # lost
+        await writer.finish()
+        assert there() == ["3", "4"]
+        writer.scored(4, {"accuracy/heldout": 0.4})
+        await writer.begin(5, {})
+        writer.scored(5, {"accuracy/heldout": 0.6})  # before it is complete
+        await writer.finish()
+        assert there() == ["5"]
+
+    asyncio.run(run())
+    events = [(call.args[0], call.kwargs) for call in directory.event.call_args_list]
+    assert [fields["steps"] for kind, fields in events if kind == "checkpoints_removed"] == [[2]]
+    assert [fields["best"] for kind, fields in events if kind == "checkpoint_scored"] == [3, 3, 5]
+
+
+def test_a_score_that_cannot_be_written_is_kept_for_the_next_try(tmp_path):
+    every_step = EvaluationConfig(every_steps=1)
+    writer, _, directory, _ = saving(tmp_path, evaluation=every_step, keep_best=1, keep_last=1)
+
+    async def run():
+        await writer.begin(2, {})
+        await writer.finish()
+        (tmp_path / "global_step_2" / "scores.json").mkdir()
+        writer.scored(2, {"accuracy/heldout": 0.9})
+        await writer.finish(strict=True)
+        kind, error, advice = directory.failed_writes.record_failure.call_args.args
+        assert (kind, type(error)) == ("scores", CheckpointError)
+        assert advice == "The next score or checkpoint tries it again."
+        (tmp_path / "global_step_2" / "scores.json").rmdir()
+        await writer.begin(3, {})
+        await writer.finish(strict=True)
+
+    asyncio.run(run())
+    assert Checkpoints(str(tmp_path), CheckpointConfig()).scores() == {2: 0.9}
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "words", "is_due"),
+    [(0, {"keep_best": 1}, True), (0, {}, False), (2, {}, True), (2, {"every_steps": 0}, False)],
+)
+def test_evaluated_steps_are_saved_where_scores_decide(max_staleness, words, is_due):
+    evaluation = EvaluationConfig(every_steps=2, stop_at_accuracy=0.9)
+    config = RunConfig(max_staleness=max_staleness, checkpoint=CheckpointConfig(**words), evaluation=evaluation)
+    assert config.saves_evaluated == is_due
 
 
 def sealed(tmp_path, step):
@@ -203,6 +273,7 @@ from unittest.mock import Mock
 import torch
 
 from penstock.conf.algorithms import GrpoConfig
+from penstock.conf.data import EvaluationConfig
 from penstock.conf.faults import CheckpointConfig
 from penstock.conf.errors import CheckpointError
 from penstock.conf.run import RunConfig

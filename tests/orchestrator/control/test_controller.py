@@ -19,6 +19,7 @@ from penstock.orchestrator.cluster.node_agents import StateNodes
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control.controller import Controller, TrainingResult
+from penstock.orchestrator.observability.marks import Mark, marks_of
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import JsonLines
 from penstock.orchestrator.observability.state_log import StateLog
@@ -155,6 +156,23 @@ def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
     methods = [call.method for call in play.calls]
     assert "step" not in methods[methods.index("export") :]
     assert [line["step"] for line in play.directory.read_metrics()] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_each_evaluated_step_is_saved_and_the_best_stay(tmp_path: Path, max_staleness: int) -> None:
+    words = [f"max_staleness={max_staleness}", "evaluation.every_steps=2", "checkpoint.keep_best=2"]
+    play = Play(tmp_path, *words, "checkpoint.every_steps=50", "checkpoint.keep_last=1", "trainer.max_steps=9")
+    play.run(lambda version: {0: 0.9, 2: 0.3, 4: 0.8, 6: 0.5, 8: 0.1}.get(version, 0.2))
+    checkpoints = Checkpoints(str(play.directory.checkpoints), play.config.checkpoint)
+    assert checkpoints.steps() == [4, 6, 9]
+    assert checkpoints.scores() == {4: 0.8, 6: 0.5, 9: 0.2}
+    events = play.directory.read_events()
+    assert {event["step"] for event in events if event["kind"] == "checkpoint"} == {2, 4, 6, 8, 9}
+    scored = [event for event in events if event["kind"] == "checkpoint_scored"]
+    assert [(event["step"], event["score"], event["best"]) for event in scored] == [
+        (2, 0.3, 2), (4, 0.8, 4), (6, 0.5, 4), (8, 0.1, 4), (9, 0.2, 4)
+    ]  # fmt: skip
+    assert Mark(4, "best checkpoint: accuracy/heldout 0.8", "good") in marks_of(events)
 
 
 @pytest.fixture

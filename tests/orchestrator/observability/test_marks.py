@@ -1,12 +1,15 @@
 """What happened is marked at its step, and never with more marks than a chart can bear."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.orchestrator.observability.charts.cards import cards
 from penstock.orchestrator.observability.marks import MOST, Mark, few, marks_of
+from penstock.orchestrator.observability.runs.columns import Columns
 
 
 def event(kind: str, step: Any = 3, **more: Any) -> dict[str, Any]:
@@ -39,6 +42,17 @@ def test_a_loss_lasts_until_another_serves() -> None:
         Mark(3, "Rollout-0 lost at step 3, replaced after 2.0 s", "bad", 5),
         Mark(4, "checkpoint"),
     ]
+
+
+def test_only_the_best_checkpoint_by_now_is_marked() -> None:
+    first = event("checkpoint_scored", 2, metric="accuracy/heldout", score=0.5, best=2, best_score=0.5)
+    second = event("checkpoint_scored", 4, metric="accuracy/heldout", score=0.75, best=4, best_score=0.75)
+    third = event("checkpoint_scored", 6, metric="accuracy/heldout", score=0.5, best=4, best_score=0.75)
+    told = [event("checkpoint", 4), first, second, third]
+    assert marks_of(told) == [Mark(4, "checkpoint"), Mark(4, "best checkpoint: accuracy/heldout 0.75", "good")]
+    assert marks_of([event("checkpoint_scored", 2, best="x", best_score=None)]) == []
+    (card,) = [card for card in cards(Columns(Path("none")), {}, told, 1.0) if card.label == "Best checkpoint"]
+    assert (card.value, card.detail) == ("step 4", "accuracy/heldout 0.75; penstock export RUN DIRECTORY --best")
 
 
 def test_what_says_no_step_and_what_is_a_hint_has_no_mark() -> None:
