@@ -35,7 +35,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.node_agents import NodeAgents
 from penstock.orchestrator.cluster.placement.actors import answers_are_needed
 from penstock.orchestrator.cluster.placement.nodes import cluster_nodes
-from penstock.orchestrator.cluster.ray_calls import deal, get_all, undeal
+from penstock.orchestrator.cluster.ray_calls import deal, get_all, run_in_thread, undeal
 from penstock.orchestrator.cluster.ray_cluster import Cluster, check_placement, namespace_of, while_it_lives
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.memory_view import resolve_auto
@@ -44,8 +44,10 @@ from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.control.evaluation import play_timeout_s
 from penstock.orchestrator.control.members import catch_up_by_role
 from penstock.orchestrator.control.scaling import ScalableRole
-from penstock.orchestrator.loops.session_policy import Model, Policy, Prompt, SampleCalls, SavedStates, run_in_thread
+from penstock.orchestrator.loops.session_policy import Model, Policy, Prompt, SampleCalls, SavedStates
+from penstock.orchestrator.observability.actor_logs import Logs, end_fleet
 from penstock.orchestrator.observability.reporting.sinks import Sink, log_to, opened_sinks
+from penstock.orchestrator.recovery.ended_ranks import naming_failures
 from penstock.orchestrator.run import with_models
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
@@ -74,12 +76,15 @@ def started_fleet(asked: ResolvedRun, directory: RunDirectory) -> Iterator[Fleet
         spill_dir = run.config.store.spill_dir
         agents = NodeAgents(directory.full_name, namespace_of(directory), run.config.cluster, spill_dir)
         fleet = Fleet(run.plan, run.config, run.flow, run.model_path, agents, with_store=False)
+        logs = Logs(fleet, directory)
         try:
             fleet.create(partial(print, file=sys.stderr))
-            fleet.start()
-            yield fleet
+            logs.meet(run.config.rollout.start_timeout_s)
+            with naming_failures(fleet, directory):
+                fleet.start()
+                yield fleet
         finally:
-            while_it_lives(fleet.close)
+            while_it_lives(partial(end_fleet, fleet, logs))
 
 
 class Attempts:

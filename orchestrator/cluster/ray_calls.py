@@ -12,7 +12,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -117,6 +118,12 @@ async def held_back(work: Awaitable[T], grace_s: float = CAUSE_GRACE_S) -> T:
             with contextlib.suppress(asyncio.CancelledError):  # the task group ends: this failure is part of it
                 await asyncio.sleep(grace_s)
         raise
+
+
+def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread of its own: a notebook has an event loop in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def first_line(error: object) -> str:

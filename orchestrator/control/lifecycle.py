@@ -20,8 +20,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-
-from ray.exceptions import RayError
+from functools import partial
 
 from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
@@ -63,7 +62,7 @@ from penstock.orchestrator.control import process
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.control.evaluation import Evaluator
 from penstock.orchestrator.control.turns import thread_calls
-from penstock.orchestrator.observability.actor_logs import Logs
+from penstock.orchestrator.observability.actor_logs import Logs, end_fleet
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import Sink
 from penstock.orchestrator.recovery.decisions import RunFaults
@@ -190,7 +189,7 @@ class RunLifecycle:
             if is_taken or is_over():
                 fleet.detach()
             else:
-                while_it_lives(lambda: _end(logs, fleet))
+                while_it_lives(partial(end_fleet, fleet, logs))
 
     def _new_owner(self) -> Owner:
         """The owner of the next fleet."""
@@ -221,12 +220,6 @@ class RunLifecycle:
             f"{orphan.silent_s:.0f} s"
         )
         return TakeoverPoint.of(step, orphan.reports, self._directory.read_metrics())
-
-
-def _end(logs: Logs, fleet: Fleet) -> None:
-    with contextlib.suppress(PenstockError, RayError):  # of a fleet that was never there
-        logs.last()
-    fleet.close()
 
 
 def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:

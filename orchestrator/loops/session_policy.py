@@ -22,11 +22,11 @@ import json
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Unpack, overload
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +45,16 @@ from penstock.conf.errors import (
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.export import export_model
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import GRACE_S, Handles, answers, answers_or_end, deal, get_all, undeal
+from penstock.orchestrator.cluster.ray_calls import (
+    GRACE_S,
+    Handles,
+    answers,
+    answers_or_end,
+    deal,
+    get_all,
+    run_in_thread,
+    undeal,
+)
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.loops.verbs import (
     LoopPolicy,
@@ -197,7 +206,6 @@ class SampleCalls:
 
 NOT_FINITE = "dropped/not_finite"
 """Metric: rows that an update left out."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -429,12 +437,6 @@ def _are_finite(rows: Rows, name: str) -> np.ndarray:
     if hasattr(kind, "value_type") and pa.types.is_floating(kind.value_type):
         return np.array([bool(np.isfinite(values).all()) for values in rows.arrays(name)], bool)
     return np.ones(len(rows), bool)
-
-
-def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a thread of its own: a notebook has an event loop in this one."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, has_pictures: bool) -> Rows:

@@ -7,15 +7,18 @@ before the actors start.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.errors import DeadlineExceeded
+from ray.exceptions import RayError
+
+from penstock.conf.errors import DeadlineExceeded, PenstockError
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import outcomes
+from penstock.orchestrator.cluster.ray_calls import outcomes, run_in_thread
 from penstock.orchestrator.run_directory.mirror import LOGS
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.runtime.processes import ProcessId
@@ -44,13 +47,13 @@ class Logs:
         """Learn which processes there are, before they load anything, and keep what they have printed so far. Waits for
         those that start. Raises `DeadlineExceeded` naming one that does not answer; the caller that starts the members
         tells of one that has died."""
-        for answer in asyncio.run(self._look(timeout_s)):
+        for answer in run_in_thread(self._look(timeout_s)):
             if isinstance(answer, DeadlineExceeded):
                 raise answer
 
     def last(self) -> None:
-        """Keep what was printed until now, called where no event loop runs."""
-        asyncio.run(self._look(ANSWER_S))
+        """Keep what was printed until now. For callers without an event loop of their own."""
+        run_in_thread(self._look(ANSWER_S))
 
     async def run(self) -> None:
         while True:
@@ -96,6 +99,13 @@ class Logs:
             _make_room(file)
             with file.open("a", encoding="utf-8", errors="replace") as opened:
                 opened.write(text)
+
+
+def end_fleet(fleet: Fleet, logs: Logs) -> None:
+    """Keep what the fleet's actors printed last, and end them."""
+    with contextlib.suppress(PenstockError, RayError):  # of a fleet that was never there
+        logs.last()
+    fleet.close()
 
 
 def _make_room(file: Path) -> None:

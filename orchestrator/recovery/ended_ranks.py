@@ -7,7 +7,6 @@ So a hang is a `DeadlineExceeded` with NCCL too, and is treated as one; the rest
 come, and which file has the ranks' last calls.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from penstock.conf.errors import PenstockError
 from penstock.orchestrator.cluster.fleet.actor_maker import records_of
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.fleet.member_table import GANGS
-from penstock.orchestrator.cluster.ray_calls import Kind, kind_of, outcomes
+from penstock.orchestrator.cluster.ray_calls import Kind, kind_of, outcomes, run_in_thread
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.collective_errors import RECORD_PREFIX, watchdog_error
 
@@ -44,12 +43,13 @@ async def named_failure(fleet: Fleet, directory: RunDirectory, team: Sequence[st
 
 @contextlib.contextmanager
 def naming_failures(fleet: Fleet, directory: RunDirectory) -> Iterator[None]:
-    """Give the failure of a block that starts ranks its name. For callers without an event loop."""
+    """Give the failure of a block that starts ranks, or calls them, its name. For callers without an event loop of
+    their own."""
     try:
         yield
     except PenstockError as error:
         for team in fleet.teams(*GANGS):
-            named = asyncio.run(named_failure(fleet, directory, team, error))
+            named = run_in_thread(named_failure(fleet, directory, team, error))
             if named is not error:
                 raise named from None
         raise

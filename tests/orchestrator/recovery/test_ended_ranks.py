@@ -6,16 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from penstock.algorithms.graph.loss import LossInputs, LossOutput
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recovery.ended_ranks import named_failure, naming_failures
 from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.orchestrator.session import session
 from tests.fakes.actors import FakeHandle
 from tests.model_files import load_model
 from tests.run_files import events_of, metrics_of
-from tests.workers.trainer.watchdog_text import timed_out
+from tests.workers.trainer.watchdog_text import end_as_the_watchdog_does, timed_out
 
 DEATH = WorkerDied("Trainer-policy-0 has died (its worker process has died). Out of memory is the usual reason.")
 TEAM = ["Trainer-policy-0", "Trainer-policy-1"]
@@ -142,3 +145,21 @@ def test_a_run_whose_rank_is_ended_by_the_watchdog_recovers_as_from_a_hang(
     assert any("Watchdog caught" in line for line in (directory / "logs/Trainer-policy-0.log").read_text().splitlines())
     expected, found = load_model(whole / "model"), load_model(directory / "model")
     assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def end_rank_0(inputs: LossInputs) -> LossOutput:
+    if dist.get_rank() == 0:
+        end_as_the_watchdog_does(0, 30.0)
+    return LossOutput(-inputs.logprobs, {})
+
+
+@pytest.mark.real
+def test_a_session_names_a_rank_that_is_ended_by_the_watchdog(
+    small_run: list[str], cluster: str, tmp_path: Path
+) -> None:
+    words = [*small_run, "rollout.engine=hf", "trainer.num_ranks=2", f"output_dir={tmp_path}", "name=own"]
+    late = pytest.raises(DeadlineExceeded, match="Trainer-policy-1 did not answer within 30 s")
+    with late, session(load_config(words)) as handles:
+        handles.policy.update(handles.policy.generate(handles.prompts.next(2), n=2), end_rank_0)
+    assert list((tmp_path / "own").glob("stacks/Trainer-policy-0-*/nccl_rank_0"))
+    assert "Watchdog caught" in (tmp_path / "own/logs/Trainer-policy-0.log").read_text()
