@@ -56,6 +56,8 @@ class RolloutCapabilities:
     starts."""
     has_model: bool = True
     """True if it samples from `model.path`."""
+    on_update: tuple[str, ...] = ("keep",)
+    """What can become of sequences under way when weights change (`rollout.on_update`); the first is the default."""
     is_exact: bool = True
     """True if a group's responses depend on weights, prompt and seed alone, and on nothing that is decoded with it."""
     computes_in_actor: bool = True
@@ -91,6 +93,7 @@ class RolloutCapabilities:
 ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
     "vllm": RolloutCapabilities(
         implementation="penstock.workers.rollout.engine_vllm_adapters:make",
+        on_update=("recompute", "keep"),
         is_exact=False,
         computes_in_actor=False,
         start_s=30,
@@ -112,7 +115,10 @@ ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
         serves_adapters=True,
     ),
     "scripted": RolloutCapabilities(
-        implementation="penstock.workers.rollout.engine_scripted:make", has_model=False, computes_in_actor=False
+        implementation="penstock.workers.rollout.engine_scripted:make",
+        has_model=False,
+        on_update=("recompute", "keep"),
+        computes_in_actor=False,
     ),
 }
 """The engines for rollouts by name."""

@@ -21,7 +21,7 @@ class DiagnosisConfig:
     mismatch: int | float | str = AUTO
     """Mean |Δ log p| between trainer and engine, above which they are reported to compute different policies. auto:
     0.1, of which bfloat16 alone makes 0.01; 0.0001 where both compute in float32, so that rounding makes a tenth of it
-    at most. With max_staleness above 0 rollout.engine=hf samples on from old caches, and 0.1 counts."""
+    at most."""
     mismatch_growth: float = 10.0
     """Growth of the mismatch since the first steps, above which it is reported as well, if it is above 0.001."""
     entropy_share: float = 0.02

@@ -11,6 +11,7 @@ from penstock.conf.errors import ConfigError
 LIMITS = ("length", "turns", "tokens", "context", "time")
 """Limits that truncate: a response by its longest length, and attempts in environments by any of them."""
 TRUNCATED = ("train", "mask", "drop")
+ON_UPDATE = ("recompute", "keep")
 HIGHEST_TEMPERATURE = 2.0
 """Highest temperature that vLLM takes."""
 LOWEST_TEMPERATURE = 0.01
@@ -166,6 +167,12 @@ class RolloutConfig:
     runs of 60 steps or more on one machine's CPUs they then take turns, after all, where that makes steps faster."""
     enforce_eager: bool = True
     """True: skip graph capture, which starts faster. Set false on GPUs for speed."""
+    on_update: str = AUTO
+    """What becomes of sequences under way when an engine loads new weights (with max_staleness=0 there are none).
+    recompute: their tokens so far are read again, so that the next ones are sampled as if the new weights had read all
+    of it. keep: they keep the KV cache that older weights have made, which saves that time; tokens after the load then
+    count for `lag/*`, not `mismatch/*`. auto: recompute with vLLM, keep with rollout.engine=hf, which knows nothing
+    else."""
     router_replay: bool = False
     """True: the trainer sends each token to the experts that the engine sent it to (2510.11370). By rounding alone its
     own routers choose others for some tokens, so that `mismatch/*` of a mixture is larger than that of a dense model.
@@ -202,6 +209,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         one_of("rollout.engine", self.engine, ROLLOUT_ENGINES)
+        self._check_on_update()
         self._check_engine_options()
         self._check_router_replay()
         for limit, treatment in self.truncated.items():
@@ -227,6 +235,17 @@ class RolloutConfig:
         )  # fmt: skip
         if not auto_or_number("rollout.gpu_memory_utilization", self.gpu_memory_utilization):
             within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+
+    def _check_on_update(self) -> None:
+        """Refuse what the engine cannot do with sequences under way."""
+        wanted, can = self.on_update, self.capabilities.on_update
+        one_of("rollout.on_update", wanted, (AUTO, *ON_UPDATE))
+        if wanted in ON_UPDATE and wanted not in can:
+            engines = " or ".join(name for name, one in ROLLOUT_ENGINES.items() if wanted in one.on_update)
+            raise ConfigError(
+                f"rollout.on_update={wanted}: sequences of rollout.engine={self.engine} know only {' and '.join(can)}. "
+                f"Set rollout.on_update={can[0]}, or rollout.engine={engines}."
+            )
 
     def _check_router_replay(self) -> None:
         """Refuse engines that cannot say which experts they chose."""
@@ -267,6 +286,16 @@ class RolloutConfig:
     def capabilities(self) -> RolloutCapabilities:
         """Capabilities of the engine; of the default one as long as `engine` is an interpolation."""
         return ROLLOUT_ENGINES.get(self.engine, ROLLOUT_ENGINES[RolloutConfig.engine])
+
+    @property
+    def update_mode(self) -> str:
+        """What becomes of sequences under way when weights change."""
+        return self.capabilities.on_update[0] if self.on_update == AUTO else self.on_update
+
+    @property
+    def keeps_caches(self) -> bool:
+        """True if sequences under way sample on from keys and values of older weights."""
+        return self.update_mode == "keep"
 
     @property
     def device(self) -> str:

@@ -153,8 +153,7 @@ class RunConfig:
     @property
     def diagnosis_of_run(self) -> DiagnosisConfig:
         """The limits of the diagnosis, with what they take from the rest of the run."""
-        keeps_caches = self.max_staleness > 0 and not self.rollout.capabilities.scores_beside
-        is_exact = not keeps_caches and self.rollout.dtype == self.trainer.dtype == "float32"
+        is_exact = self.rollout.dtype == self.trainer.dtype == "float32"
         return replace(self.diagnosis, mismatch=self.diagnosis.largest_mismatch(is_exact=is_exact))
 
     @property

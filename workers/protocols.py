@@ -162,6 +162,11 @@ class SamplingProgress:
 
 @dataclass(frozen=True)
 class AdapterLimits:
+    paused_s: float = 0.0
+    """Seconds since the start in which samples stood still while weights were exchanged."""
+    num_read_again: int = 0
+    """Tokens since the start that were prefilled a second time: of samples that lost their KV cache, to new weights or
+    for want of room."""
     """The room for adapters that an engine serves side by side, by names of their own (`AdapterEngine`)."""
 
     max_rank: int

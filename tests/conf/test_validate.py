@@ -87,6 +87,17 @@ def test_experts_of_an_engine_that_does_not_tell_them_are_not_replayed(engine, m
     assert RolloutConfig(router_replay=True, num_gpus_per_worker=1).router_replay
 
 
+def test_an_update_mode_that_an_engine_does_not_know_is_refused_with_what_it_knows() -> None:
+    assert RolloutConfig().update_mode == "recompute"
+    assert RolloutConfig(on_update="keep").update_mode == "keep"
+    assert RolloutConfig(engine="hf").update_mode == RolloutConfig(engine="hf", on_update="keep").update_mode == "keep"
+    message = r"on_update=recompute: .*engine=hf .* Set rollout\.on_update=keep, or rollout\.engine=vllm or scripted"
+    with pytest.raises(ConfigError, match=message):
+        RolloutConfig(engine="hf", on_update="recompute")
+    with pytest.raises(ConfigError, match=r"rollout\.on_update=kept: unknown; did you mean 'keep'"):
+        RolloutConfig(on_update="kept")
+
+
 @pytest.mark.parametrize("trainer", [{"compile": True}, {"sequence_parallel_size": 2, "num_ranks": 2}])
 def test_experts_are_replayed_on_whole_rows_and_outside_of_compiled_layers(trainer):
     message = r"router_replay=true: .* Set trainer\.compile=false and trainer\.sequence_parallel_size=1"

@@ -17,6 +17,7 @@ Shapes: B sequences, L tokens of the prompt, V vocabulary.
 import asyncio
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -322,6 +323,7 @@ class HfEngine:
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._num_tokens = self._num_in_flight = self._tokens_in_flight = 0
+        self._paused_s = 0.0
         self._compute: ThreadPoolExecutor | None = None
         self._closing = threading.Event()
         self._awake = asyncio.Event()
@@ -415,7 +417,8 @@ class HfEngine:
         return self._version
 
     def sampled(self) -> SamplingProgress:
-        return SamplingProgress(self._num_tokens, self._num_in_flight, self._tokens_in_flight)
+        num_tokens, in_flight = self._num_tokens, self._num_in_flight
+        return SamplingProgress(num_tokens, in_flight, self._tokens_in_flight, paused_s=self._paused_s)
 
     async def close(self) -> None:
         """Stop. Groups in flight end with `WorkerDied`."""
@@ -602,11 +605,14 @@ class HfEngine:
 
     @torch.inference_mode()
     def _exchange(self, mapped: MappedWeights, version: int) -> None:
+        began = time.perf_counter()
         with self._adapters.base_weights():
             state = self._replaceable_tensors()
             for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
                 state[name].copy_(tensor)
         self._version = version
+        if self._num_in_flight:
+            self._paused_s += time.perf_counter() - began
 
     def _tied(self) -> set[str]:
         """Names in publications of tied tensors, which a publication need not contain."""

@@ -8,8 +8,10 @@
                 after `wake` nothing is sampled before `load` has brought weights
 
 Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights had
-read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
-under which version. Engines that serve adapters are in `engine_vllm_adapters.py`.
+read the whole prefix, and no key or value of old weights is read again. With `rollout.on_update=keep` they keep theirs,
+which a prefix cache cannot forget meanwhile: each prompt's version is the salt of its cached blocks, so that no later
+one finds them. vLLM itself reports which token was sampled under which version. Engines that serve adapters are in
+`engine_vllm_adapters.py`.
 
 The engine process and its workers are children of this process. They inherit its standard output and error, and say why
 they fail only there. So both lead into a pipe while the engine is started (`EngineOutput`); a thread passes on what
@@ -75,7 +77,9 @@ from penstock.workers.protocols import (
     TopTokens,
 )
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
+from penstock.workers.rollout.kept_sequences import IMAGE, salted, single_samples, unread_requests
 from penstock.workers.rollout.prompt_scores import PromptScores, check_call, needs_prompt_scores, response_room
+from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
 from penstock.workers.runtime.processes import SETTINGS, compiled_folder
 from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, StreamPart
 from penstock.workers.weights.publication.publication_files import MappedWeights
@@ -91,6 +95,8 @@ WARMUP_TOKENS = 4
 MOST_SCORES = 1 << 20
 """Most log-probabilities of a prompt, tokens times vocabulary, that are brought here from an engine that cannot choose
 those that are asked for."""
+MOST_WHOLE = 1 << 17
+"""The same for scores of the whole vocabulary at a few tokens, which bring those of all others along."""
 CPU_BATCHED_TOKENS = 4096
 """Most prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
 CPU_BLOCK_TOKENS = 32
@@ -100,8 +106,6 @@ WORKER_CALLS = "penstock.workers.weights.vllm.backends.WorkerCalls"
 WORKER_WITH_HEADS = "penstock.workers.rollout.vllm_heads.WorkerWithHeads"
 BACKENDS = {"shm": BACKEND, "ipc": IPC_BACKEND}
 """vLLM's names of weight-transfer backends, where they differ from `weights.transport`."""
-IMAGE = "image"
-"""vLLM's name of the modality."""
 TAIL_BYTES = 1 << 16
 SHOWN_LINES = 12
 MAX_LINE_CHARS = 300
@@ -139,6 +143,10 @@ class VllmEngine:
         self._request_ids, self.num_in_flight = itertools.count(), 0
         self._num_tokens = 0
         """Tokens of requests that have ended."""
+        self._paused = BusyClock()
+        """Seconds in which sequences stood still while weights were exchanged."""
+        self._restarted: set[str] = set()
+        """Requests that were given up to begin anew under new weights."""
         self._inbox = Inbox(spec.phase_timeout_s)
         self._admission = asyncio.Event()
         self._admission.set()
@@ -273,8 +281,13 @@ class VllmEngine:
 
     def sampled(self) -> SamplingProgress:
         now = sampling_progress(self.llm.output_processor) if self.llm is not None else SamplingProgress(0, 0)
-        waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
-        return SamplingProgress(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
+        num_tokens, paused_s = self._num_tokens + now.num_tokens, self._paused.seconds()
+        if self._stats is None:
+            return SamplingProgress(num_tokens, now.num_in_flight, now.num_tokens, paused_s=paused_s)
+        waiting = min(self._stats.num_waiting, now.num_in_flight)
+        return SamplingProgress(
+            num_tokens, now.num_in_flight, now.num_tokens, waiting, paused_s, self._stats.num_read_again
+        )
 
     async def nonfinite_weights(self) -> list[str]:
         self.check_alive()
@@ -353,19 +366,45 @@ class VllmEngine:
         self.check_alive()
         response_room(prompt_ids, self._config.max_model_len)
         prompt = await self._prompt(list(prompt_ids), pictures)
+        await self._admitted()
+        self.num_in_flight += 1
+        try:
+            if self._config.keeps_caches:
+                return await self._kept_samples(prompt, parameters, lora, priority)
+            return await self._request(prompt, parameters, lora, priority)
+        finally:
+            self.num_in_flight -= 1
+
+    async def _admitted(self) -> None:
+        """Wait until the engine is awake and loads nothing."""
         await self._awake.wait()
         while not self._admission.is_set():  # another load may have begun between the event and this task's turn
             await self._admission.wait()
         self.check_alive()
-        self.num_in_flight += 1
+
+    async def _kept_samples(self, prompt: Any, parameters: Any, lora: Any, priority: int) -> Any:
+        """vLLM's output for one request whose samples keep their KV cache when weights change: each is a request of its
+        own, with the seed that it has otherwise."""
+        each = single_samples(parameters)
+        tasks = [asyncio.create_task(self._kept_sample(prompt, one, lora, priority)) for one in each]
         try:
-            output = await self._request(prompt, parameters, lora, priority)
+            first, *others = await asyncio.gather(*tasks)
         finally:
-            self.num_in_flight -= 1
-        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        return output
+            await cancel_all(tasks)
+        first.outputs = [sample for output in (first, *others) for sample in output.outputs]
+        return first
+
+    async def _kept_sample(self, prompt: Any, parameters: Any, lora: Any, priority: int) -> Any:
+        """As `_kept_samples`, of one. Where weights come before its first token it begins anew: so a sequence whose
+        tokens are of one version has read its prompt under it, too."""
+        while True:
+            own = salted(prompt, self._version, with_pictures=not self._keeps_encoder_cache)
+            if (output := await self._request(own, parameters, lora, priority)) is not None:
+                return output
+            await self._admitted()
 
     async def _request(self, prompt: Any, parameters: Any, lora: Any, priority: int) -> Any:
+        """vLLM's output for one request; None where it is to begin anew."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -385,11 +424,15 @@ class VllmEngine:
             raise DataError(f"vLLM cannot take the request: {error.__cause__!r:.300}") from None
         except (ValueError, VLLMClientError) as error:  # such as a schema or a grammar that cannot be followed
             raise DataError(f"vLLM refuses the request: {error}") from None
+        if request_id in self._restarted:
+            self._restarted.remove(request_id)
+            return None
         reasons = {sample.finish_reason for sample in output.outputs} if output is not None else {"nothing"}
         if "error" in reasons and not self._is_gone():  # such as a grammar that the engine cannot compile
             raise DataError("vLLM ended the request with an error of its own; its log says more.")
         if not reasons <= {"stop", "length"}:
             raise self._died("it ended a request without finishing it")
+        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         return output
 
     def _lora_request(self) -> Any:
@@ -421,7 +464,11 @@ class VllmEngine:
             await self._pause(delivery)
         try:
             if not paused:  # no request to preempt: it suffices to drop the prefixes cached under the old weights
-                await self._phase(delivery, "pause", self.llm.reset_prefix_cache())
+                if not await self._phase(delivery, "pause", self.llm.reset_prefix_cache()):
+                    raise WeightError(
+                        f"weight sync to version {delivery.version}, phase pause: vLLM keeps prefixes that older "
+                        "weights have cached."
+                    )
                 if self._pictures is not None and not self._keeps_encoder_cache:  # and the features of pictures
                     await self._phase(delivery, "pause", self.llm.reset_encoder_cache())
             await self._begin(delivery)
@@ -472,18 +519,28 @@ class VllmEngine:
         return self._pictures is not None and self._spec.tower_is_frozen
 
     async def _pause(self, delivery: Delivery) -> None:
-        keeps = self._keeps_encoder_cache
+        keeps = self._keeps_encoder_cache or self._config.keeps_caches
+        self._paused.enter()
         try:
             await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=not keeps))
-            if keeps:
+            if self._config.keeps_caches:
+                await self._phase(delivery, "pause", self._give_up_unread())
+            elif keeps:
                 await self._phase(delivery, "pause", self.llm.reset_prefix_cache(reset_running_requests=True))
         except PenstockError:
             await self._resume(delivery)
             raise
 
+    async def _give_up_unread(self) -> None:
+        """Give up the requests without a token, which begin anew under the new weights."""
+        unread = unread_requests(self.llm.output_processor)
+        self._restarted.update(unread)
+        await self.llm.abort(unread)
+
     async def _resume(self, delivery: Delivery) -> None:
         with self._breaking():
             await self._phase(delivery, "resume", self.llm.resume_generation())
+        self._paused.leave()
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -867,7 +924,9 @@ class VllmStats:
         self.num_waiting = 0
         """Number of sequences in the queue after the last step."""
         self._meters = meters
-        for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS):
+        self.num_read_again = 0
+        """Tokens of sequences that were preempted, by new weights or for want of room, and read again."""
+        for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS, table.ROLLOUT_READ_AGAIN):
             meters.add(counter, 0)
 
     def logger(self, _config: Any, _engine_index: int) -> "VllmStats":
@@ -906,6 +965,9 @@ class EngineOutput:
     def captured(self) -> Iterator[None]:
         """Capture what is printed within the block, and by processes started within it for as long as they live."""
         with _REDIRECTED:
+        read_again = prefixes.preempted_queries - prefixes.preempted_hits
+        self.num_read_again += read_again
+        self._meters.add(table.ROLLOUT_READ_AGAIN, read_again)
             self._pipe, entrance = os.pipe()
             os.set_blocking(self._pipe, False)
             _flush()

@@ -31,7 +31,7 @@ from penstock.workers.protocols import (
     Sampling,
 )
 from penstock.workers.rollout.rollout_engines import EngineMeter, ThreadedEngine, make_engine, seconds_per_token
-from penstock.workers.rollout.rollout_worker import GroupIntake, RolloutWorker, fault_of
+from penstock.workers.rollout.rollout_worker import PAUSED, READ_AGAIN, GroupIntake, RolloutWorker, fault_of
 from penstock.workers.runtime.async_tasks import run_all
 from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, Progress, ServingActor
 from penstock.workers.weights.engine_calls import Delivery, Info, ReceivingEngine, StreamPart
@@ -247,9 +247,11 @@ class Rollout(ServingActor):
         return self._phases.progress(sampled.num_tokens, sampled.num_in_flight, sampled.tokens_in_flight)
 
     async def stats(self) -> dict[str, float]:
-        """Counters of the sampled rollouts; empty for an engine that pulls none, whose samples the environments
-        report."""
-        return self._workers[0].stats() if self._spec.pulls else {}
+        """Counters of the sampled rollouts, which the environments report for an engine that pulls none, and of what
+        new weights have cost it."""
+        sampled = self._engine.sampled()
+        counts = {PAUSED: sampled.paused_s, READ_AGAIN: float(sampled.num_read_again)}
+        return counts | (self._workers[0].stats() if self._spec.pulls else {})
 
     async def close(self) -> None:
         await self._meter.close()

@@ -42,6 +42,8 @@ from penstock.workers.runtime.serving import ErrorShare
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 BAD_LOGPROBS = "bad_logprobs"
 ERROR_WINDOW = 100
+PAUSED, READ_AGAIN = "rollout/paused_s", "rollout/prefilled_again"
+"""Counters of an engine, and metrics of a step: see `SamplingProgress`."""
 """Number of samples over which the share of bad ones is taken."""
 NUM_SHOWN = 5
 """Tokens of a prompt, or names of weights, in a message."""

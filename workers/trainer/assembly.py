@@ -150,6 +150,7 @@ def assemble_trainer(
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     for one in trainers.values():
         one.num_epochs = spec.epochs_per_batch
+    trainer.keeps_caches = spec.keeps_caches
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
     memory_checkpoint = None
     if spec.memory_checkpoint_root is not None:

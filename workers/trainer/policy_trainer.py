@@ -127,6 +127,8 @@ class PolicyTrainer:
         """Number of updates so far, also before this trainer's start; the schedule's clock."""
         self.num_epochs = 1
         """Passes of `update` over its rows."""
+        self.keeps_caches = False
+        """True if engines sample on from old caches under new weights (`rollout.on_update=keep`)."""
         self.ranks = ranks or Ranks.join(config)
         self._temperature = temperature
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
@@ -309,7 +311,8 @@ class PolicyTrainer:
         params = self._own_params()
         seconds["plan"] = clock(self.ranks.device) - started
 
-        first = UpdateContext(inputs, Tally(len(steps)), old, recorder, TokenAges.of(rows, version))
+        ages = TokenAges.of(rows, version, keeps_caches=self.keeps_caches)
+        first = UpdateContext(inputs, Tally(len(steps)), old, recorder, ages)
         later = replace(first, recorder=None)
         norms = []
         for number, (epoch, minibatch) in enumerate(steps):

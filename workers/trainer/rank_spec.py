@@ -70,6 +70,8 @@ class TrainerSpec(RankSpec):
     slot, and is trained as `config` says."""
     max_staleness: int = 0
     """Largest staleness of a token, in versions."""
+    keeps_caches: bool = False
+    """True if engines sample on from old caches under new weights (`rollout.on_update=keep`)."""
     probes: bool = False
     """True if it reports a few rows of each step for engines to score again (`probe.py`)."""
     leaves_out_old: bool = False

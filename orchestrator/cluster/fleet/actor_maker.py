@@ -242,6 +242,7 @@ class ActorMaker:
             max_staleness=config.max_staleness,
             leaves_out_old=config.old_turns_are_context,
             probes=probes_engines(config, self._flow),
+            keeps_caches=config.rollout.keeps_caches,
             **self._of_rank(actor, stage),
         )
 

@@ -24,6 +24,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.reward.reward_worker import LOGGED_COUNT, LOGGED_SUM
 from penstock.workers.trainer.step_report import StepReport
 
+from penstock.workers.rollout.rollout_worker import PAUSED, READ_AGAIN
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""
 Counters = Mapping[str, float]
@@ -68,7 +69,8 @@ class StepLog:
         """Write the step's line, and return it. `phases`: seconds of the step's phases besides its update. `evaluated`:
         what was measured after it."""
         usage = await self._usage.since_last(QUICK_S)
-        store = await self._stats() | usage.dropped | usage.groups | usage.members | usage.environment | usage.logged
+        own = usage.dropped | usage.groups | usage.members | usage.updates | usage.environment | usage.logged
+        store = await self._stats() | own
         now, train_s = time.time(), max(report.train_s for report in reports)
         kept_s = max(report.seconds.get("keep", 0.0) for report in reports)
         times = StepTimes(
@@ -121,6 +123,8 @@ class Usage:
         # Engines and rewards may be there for evaluation alone.
         self._roles = [role for role in PHASES if role not in ("rollout", "reward") or flow.of_kind(role)]
         self._last: dict[str, Counters] = defaultdict(dict)
+    updates: dict[str, float] = field(default_factory=dict)
+    """Metrics `rollout/paused_s`, of the mean engine, and `rollout/prefilled_again`, of all, since the last step."""
         self._groups: dict[str, float] = defaultdict(float)
         """Groups sampled by each engine, and by those before it in its place."""
         self._throughout: set[str] = set()
@@ -152,6 +156,7 @@ class Usage:
             self._last[name] = now
             if "busy_s" in now:
                 seconds[PHASES[role]].append(gained["busy_s"])
+        updates: dict[str, list[float]] = defaultdict(list)
             tokens += gained.get("tokens", 0.0)
             samples += gained.get("samples", 0.0)
             for key, count in gained.items():
@@ -169,6 +174,8 @@ class Usage:
             group_metrics(self._groups, self._throughout),
             {key: float(sum(role == other for other, _, _ in asked)) for role, key in COUNTS.items() if role in roles},
             environment,
+                if key in (PAUSED, READ_AGAIN):
+                    updates[key].append(count)
             means_of_logged(logged),
         )
 
@@ -182,6 +189,7 @@ def gained_since(before: Counters, now: Counters) -> Counters:
     numbers = {key: value for key, value in now.items() if isinstance(value, int | float)}
     gained = {key: value - before.get(key, 0.0) for key, value in numbers.items()}
     return numbers if min(gained.values(), default=0.0) < 0 else gained
+            {key: sum(counts) / (len(counts) if key == PAUSED else 1) for key, counts in updates.items()},
 
 
 def means_of_logged(gained: Counters) -> dict[str, float]:

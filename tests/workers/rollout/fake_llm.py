@@ -21,6 +21,10 @@ class FakeLLM:
         self.version = "0"
         self.errored = False
         self.finish_reason = "stop"
+        self.forgets_prefixes, self.clears_cache = True, True
+        self.output_processor = SimpleNamespace(request_states={})
+        self.salts: list[str | None] = []
+        """Salt of each request's cached blocks."""
         self.troubles = troubles
 
     async def _do(self, name: str) -> None:
@@ -31,12 +35,13 @@ class FakeLLM:
                 await result
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", True)
+        assert mode == "keep"
+        self.clears_cache = clear_cache
         await self._do("pause")
 
     async def reset_prefix_cache(self) -> bool:
         await self._do("reset")
-        return True
+        return self.forgets_prefixes
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._do("prepare")
@@ -58,7 +63,8 @@ class FakeLLM:
     async def resume_generation(self) -> None:
         await self._do("resume")
 
-    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        self.salts.append(prompt.get("cache_salt"))
         await self._do("generate")
         logprobs = SimpleNamespace(logprobs=[], start_indices=[])
         sample = SimpleNamespace(
@@ -66,7 +72,7 @@ class FakeLLM:
         )
         yield SimpleNamespace(outputs=[sample])
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: Any) -> None:
         await self._do("abort")
 
 

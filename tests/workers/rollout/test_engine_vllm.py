@@ -7,6 +7,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,11 @@ from penstock.workers.rollout.engine_vllm import (
     VllmEngine,
     VllmStats,
     engine_arguments,
+    sampling_params,
     to_completion,
     vllm_environment,
 )
+from penstock.workers.rollout.kept_sequences import single_samples
 from tests.metering.measured import measured
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
@@ -52,10 +55,12 @@ def publication(tmp_path: Path) -> Publication:
     return write_publication(tmp_path, 1, [("w", torch.ones(3))])
 
 
-def load(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple[VllmEngine, PenstockError | None]:
+def load(
+    llm: FakeLLM, publication: Publication, *, in_flight: int = 0, config: RolloutConfig | None = None
+) -> tuple[VllmEngine, PenstockError | None]:
     """The engine after a load through `llm`, and what the load raised."""
     timeout_s = 0.2 if hang in llm.troubles.values() else 30.0
-    engine = VllmEngine(EngineSpec(RolloutConfig(), "a-model", phase_timeout_s=timeout_s))
+    engine = VllmEngine(EngineSpec(config or RolloutConfig(), "a-model", phase_timeout_s=timeout_s))
     engine.llm = llm
     engine.num_in_flight = in_flight
     try:
@@ -78,6 +83,68 @@ def test_an_idle_engine_needs_no_pause_but_forgets_cached_prefixes(publication: 
     _, error = load(llm, publication)
     assert error is None
     assert llm.calls == ["prepare", "reset", "start", "load", "finish", "version"]
+
+
+def test_a_prefix_cache_that_is_not_forgotten_is_never_served_under_new_weights(publication: Publication) -> None:
+    llm = FakeLLM()
+    llm.forgets_prefixes = False
+    engine, error = load(llm, publication)
+    assert isinstance(error, WeightError)
+    assert "phase pause: vLLM keeps prefixes that older weights have cached" in str(error)
+    assert llm.calls == ["prepare", "reset"]
+    assert is_serving(engine)
+
+
+KEEP = RolloutConfig(on_update="keep")
+
+
+def test_sequences_that_keep_their_cache_are_paused_without_a_reset(publication: Publication) -> None:
+    llm = FakeLLM()
+    _, error = load(llm, publication, in_flight=2, config=KEEP)
+    assert error is None
+    assert llm.calls == ["prepare", "pause", "abort", "start", "load", "finish", "version", "resume"]
+    assert not llm.clears_cache
+
+
+def test_a_sequence_without_a_token_begins_anew_under_new_weights(publication: Publication) -> None:
+    """It would find cached blocks of older weights, and be told to be all of new ones."""
+    given_up, llm = asyncio.Event(), FakeLLM()
+
+    async def wait() -> None:
+        states = llm.output_processor.request_states
+        states["0-a"] = SimpleNamespace(external_req_id="0", detokenizer=SimpleNamespace(num_output_tokens=lambda: 0))
+        llm.finish_reason = "abort"
+        llm.troubles["generate"] = end
+        await given_up.wait()
+
+    def end() -> None:
+        raise WorkerDied("far enough")
+
+    async def scenario() -> None:
+        engine = VllmEngine(EngineSpec(KEEP, "a-model"))
+        engine.llm, llm.troubles = llm, {"generate": wait, "abort": given_up.set}
+        group = asyncio.create_task(engine.generate([1], 1, Sampling()))
+        while "generate" not in llm.calls:
+            await asyncio.sleep(0.001)
+        await engine.load(publication)
+        with pytest.raises(WorkerDied, match="far enough"):
+            await group
+
+    asyncio.run(scenario())
+    assert llm.salts == ["0", "1"]
+
+
+def test_samples_alone_are_drawn_as_vllm_draws_those_of_a_group() -> None:
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    for seed in (None, 40):
+        parameters = sampling_params(3, Sampling(seed=seed, stop=("x",)))
+        request = EngineCoreRequest("a", [1], None, parameters, None, 0.0, None, None, None)
+        request.external_req_id = "a"
+        parent = ParentRequest(request)
+        of_vllm = [parent.get_child_info(index)[1] for index in range(3)]
+        assert single_samples(parameters) == of_vllm
 
 
 @pytest.mark.parametrize("phase", ["pause", "start"])
@@ -332,13 +399,13 @@ def test_what_vllm_says_of_a_step_is_noted() -> None:
     logger = stats.logger(None, 0)
     said = SchedulerStats(
         num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25,
-        prefix_cache_stats=PrefixCacheStats(requests=1, queries=64, hits=32),
+        prefix_cache_stats=PrefixCacheStats(requests=1, queries=64, hits=32, preempted_queries=100, preempted_hits=10),
     )  # fmt: skip
     logger.record(said, None)
     logger.record(said, None)
     logger.record(None, None)
-    assert stats.num_waiting == 3
+    assert (stats.num_waiting, stats.num_read_again) == (3, 2 * 90)
     assert measured(meters) == {
         "rollout_kv_cache_usage_ratio": 0.25, "rollout_prefix_lookup_tokens_total": 128,
-        "rollout_prefix_hit_tokens_total": 64,
+        "rollout_prefix_hit_tokens_total": 64, "rollout_prefilled_again_tokens_total": 2 * 90,
     }  # fmt: skip

@@ -320,6 +320,22 @@ def test_tokens_of_older_versions_are_lag_and_no_mismatch(make_trainer: Make, ma
     assert len(names) == 9
 
 
+def test_a_token_is_as_old_as_the_oldest_cache_that_it_was_sampled_from(
+    make_trainer: Make, make_rows: MakeRows
+) -> None:
+    trainer, rows = make_trainer(), make_rows(6)
+    versions = [np.full(length, 7, np.int32) for length in rows.lengths("response_ids").tolist()]
+    versions[2][:] = 6
+    versions[3][: len(versions[3]) // 2] = 6  # its later tokens are of version 7, with keys and values of version 6
+    rows = rows.with_column("token_versions", versions)
+    difference = np.concatenate(trainer.logprobs(rows)) - rows.ragged("behavior_logprobs")[0]
+    age = np.repeat([0, 0, 1, 1, 0, 0], rows.lengths("response_ids"))
+    trainer.keeps_caches = True
+    metrics = trainer.update(rows, sft_loss, version=7).metrics
+    for name, some in (("mismatch/logprob_abs_mean", age == 0), ("lag/logprob_abs_mean@1", age == 1)):
+        assert metrics[name] == pytest.approx(np.abs(difference[some]).mean(), rel=1e-4)
+
+
 def test_without_a_token_of_the_trainers_version_there_is_no_mismatch(make_trainer: Make, make_rows: MakeRows) -> None:
     rows = make_rows(4)
     versions = [np.full(length, 1, np.int32) for length in rows.lengths("response_ids").tolist()]

@@ -130,7 +130,7 @@ class Batcher:
     def minibatches(self, rows: Rows, inputs: LossSignature, count: int) -> list[Minibatch]:
         """Make `count` minibatches, one for each optimizer step of an update, with the columns that the loss takes."""
         self._prepare_pictures(rows)
-        compared = [name for name in ("behavior_logprobs", "token_versions") if name in rows]
+        compared = ("behavior_logprobs",) if "behavior_logprobs" in rows else ()
         columns = tuple(dict.fromkeys((*inputs.columns, *compared)))
         every_group = self.ranks.gather(np.unique(rows.group_ids)) if count > 1 else []
         parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)

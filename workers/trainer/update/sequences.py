@@ -173,6 +173,19 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
     return rows
 
 
+def oldest_versions(rows: Rows) -> list[np.ndarray]:
+    """The oldest version of each sampled token and those before it in its turn, `[T_i]` for each row. An engine that
+    keeps its caches when weights change samples a token with keys and values of all of them; a turn reads all that is
+    before it under its first token's version."""
+    versions = rows.arrays("token_versions")
+    if not are_trajectories(rows):
+        return [np.minimum.accumulate(of_row) for of_row in versions]
+    return [
+        np.concatenate([of_row[:0], *(np.minimum.accumulate(of_row[sampled]) for _, _, sampled in _turns(spans))])
+        for of_row, spans in zip(versions, rows.arrays(SPANS), strict=True)
+    ]
+
+
 def _turns(spans: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
     """The turns of one row: segment, and where its context and its sampled tokens lie in the row's columns.
 

@@ -15,6 +15,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Minibatch
+from penstock.workers.trainer.update.sequences import oldest_versions
 
 SQUARES = ("return_square_mean", "value_error_square_mean")
 """Metrics of `value_loss` that are there for the explained variance alone."""
@@ -76,19 +77,27 @@ class Tally:
 
 @dataclass(frozen=True)
 class TokenAges:
-    """The staleness of sampled tokens, in versions."""
+    """The staleness of the weights that sampled tokens were computed by, in versions."""
 
-    version: int
-    """Version of the weights before the update."""
+    of_rows: list[np.ndarray]
+    """`[T_i]` int64 for each row."""
     known: tuple[int, ...]
     """Every staleness that a token of this rank has."""
 
     @classmethod
-    def of(cls, rows: Rows, version: int | None) -> "TokenAges | None":
-        """Those of rows. `version`: the trainer's. None: one of the versions is not known."""
+    def of(cls, rows: Rows, version: int | None, *, keeps_caches: bool = False) -> "TokenAges | None":
+        """Those of rows. `version`: the trainer's. `keeps_caches`: engines sample on from keys and values of older
+        weights, so that a token is as old as the oldest that it was computed with. None: one of the versions is not
+        known."""
         if version is None or VERSIONS not in rows:
             return None
-        return cls(version, tuple(np.unique(version - rows.ragged(VERSIONS)[0].astype(np.int64)).tolist()))
+        versions = oldest_versions(rows) if keeps_caches else rows.arrays(VERSIONS)
+        of_rows = [version - of_row.astype(np.int64) for of_row in versions]
+        return cls(of_rows, tuple(np.unique(np.concatenate([np.zeros(0, np.int64), *of_rows])).tolist()))
+
+    def of_batch(self, batch: MicroBatch) -> Tensor:
+        """Those of a micro-batch's tokens, `[N]`."""
+        return torch.from_numpy(np.concatenate([self.of_rows[row] for row in batch.rows])).to(batch.mask_BT.device)
 
 
 def add_mismatch(tally: Tally, trainer_BT: Tensor, batch: MicroBatch, ages: TokenAges | None) -> None:
@@ -96,14 +105,14 @@ def add_mismatch(tally: Tally, trainer_BT: Tensor, batch: MicroBatch, ages: Toke
     - behavior`, the means of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior || trainer), Schulman 2020), and max |d|.
 
     Tokens of the trainer's own version are `mismatch/…`: what differs there is the engine. Those that are k versions
-    older are `lag/…@k`: the policy has moved since. Without ages all are `mismatch/…`. They are those of the step's
-    first minibatch, before any update of it; `with_means` divides the sums.
+    older, or were computed from a cache that is, are `lag/…@k`: the policy has moved since. Without ages all are
+    `mismatch/…`. They are those of the step's first minibatch, before any update of it; `with_means` divides the sums.
     """
     mask_BT = batch.mask_BT
     difference_N = trainer_BT.detach()[mask_BT] - batch.columns["behavior_logprobs"][mask_BT]
     if difference_N.numel() == 0:
         return
-    age_N = ages.version - batch.columns[VERSIONS][mask_BT] if ages else torch.zeros_like(difference_N)
+    age_N = ages.of_batch(batch) if ages else torch.zeros_like(difference_N)
     values = {"logprob_abs_mean": difference_N.abs(), "kl": torch.expm1(difference_N) - difference_N}
     for age in ages.known if ages else (0,):
         chosen_N = age_N == age

@@ -17,7 +17,7 @@ from penstock.workers.agents.trajectory import Trajectory, Turn, row_columns, se
 from penstock.workers.pictures.prompt_pictures import PromptPictures
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
-from penstock.workers.trainer.update.sequences import sequences_of, shapes_of, without_old_turns
+from penstock.workers.trainer.update.sequences import oldest_versions, sequences_of, shapes_of, without_old_turns
 from tests.amounts import amount
 from tests.workers.histories import random_turns, turn
 
@@ -123,6 +123,15 @@ def test_gradients_are_those_of_the_turns_each_read_alone(model_path: str) -> No
 
 def test_no_rows_are_no_sequences() -> None:
     assert sequences_of(rows_of([turn(0, [1], [2])]), np.zeros(0, np.int64)).token_ids == []
+
+
+def test_a_token_has_keys_of_the_oldest_version_of_its_turn() -> None:
+    first = replace(turn(0, [1, 2], [3, 4, 5]), versions=[3, 3, 4])
+    second = replace(turn(1, [1, 2, 3, 4, 5, 6], [7, 8]), versions=[4, 5])
+    (turns,) = oldest_versions(rows_of([first, second]))
+    assert turns.tolist() == [3, 3, 3, 4, 4]
+    pairs = Rows.from_lists({"token_versions": [np.array([2, 3, 3]), np.array([4])]})
+    assert [of_row.tolist() for of_row in oldest_versions(pairs)] == [[2, 2, 2], [4]]
 
 
 def test_an_old_turn_is_read_and_a_young_one_trained() -> None:
