@@ -32,6 +32,7 @@ from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves,
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.engine_probe import EngineProbe
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
+from penstock.orchestrator.control.loans import EngineLoans
 from penstock.orchestrator.control.members import EngineDirectory, Membership, catch_up_by_role
 from penstock.orchestrator.control.observer import Observer
 from penstock.orchestrator.control.process import Preemption
@@ -95,6 +96,7 @@ class Controller:
         self._restarts, self._journal = self._recovery.restarts, self._recovery.store.journal
         self.members = Membership(context, self._recovery, catch_up_by_role(config, self._weights), wanted)
         self._engines = EngineDirectory(fleet)
+        self.loans = EngineLoans(fleet, config, self._weights.catch_up, self._engines.tell)
         self._observer = Observer(
             context, self._recovery, self._watch, lambda: self._loop.weights_state(), self._counters, sinks
         )
@@ -273,9 +275,10 @@ class Controller:
             sealing = beside.create_task(held_back(self._loop.seal()))
         delivery = sealing.result()
         phases["publish"] += time.monotonic() - started
-        phases["publish"] += await self._loop.load(delivery)
-        evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts of the next come after it
-        await self._loop.report_served(step, self._pace.max_active_groups)
+        async with self.loans.serving:
+            phases["publish"] += await self._loop.load(delivery)
+            evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts come after it
+            await self._loop.report_served(step, self._pace.max_active_groups)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         measured = probing.result() | evaluated
         self.outcome.last_metrics = await self._observer.written(step, reports, phases, measured)

@@ -363,8 +363,8 @@ class EngineDirectory:
             await self.tell()
             await asyncio.sleep(LOOK_S)
 
-    async def tell(self) -> None:
-        """Tell the environments that do not know the present engines yet."""
+    async def tell(self) -> bool:
+        """Tell the environments that do not know the present engines yet. Returns whether all know them now."""
         engines = self._fleet.role("rollout")
         if engines != self._engines:
             self._engines, self._version = engines, self._version + 1
@@ -374,3 +374,5 @@ class EngineDirectory:
         for (name, handle), answer in zip(behind, heard, strict=True):
             if not isinstance(answer, Exception):
                 self._told[name] = (handle, version)
+        there = self._fleet.role("environment")
+        return version == self._version and all(self._told.get(name) == (handle, version) for name, handle in there)

@@ -38,6 +38,7 @@ completes it. A resume reads no journal: it begins with the snapshot of its chec
 Members:
 
     serving ─ its call fails ─▶ lost ─ a pause ─▶ another starts ─▶ it catches up ─▶ serving
+    serving ─ its call returns, as it is lent ─▶ it is back ─▶ serving
 
 A member that has only lost its connection to the store is not replaced: it serves again over a new one.
 """
@@ -57,6 +58,7 @@ from penstock.conf.errors import PartnerGone, PenstockError, StoreDied, WorkerDi
 from penstock.metering.meters import Meters
 from penstock.metering.table import RUN_LOST, RUN_REPLACED
 from penstock.orchestrator.cluster.fleet.fleet import StoreProcess
+from penstock.orchestrator.cluster.fleet.member_table import LOOK_S
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import (
     CAUSE_GRACE_S,
@@ -506,15 +508,22 @@ class Supervisor:
         return not isinstance(heard, Exception)
 
     async def _run(self, name: str) -> None:
-        """Run a member's pull loop. It ends when the store closes or the member was asked to leave, and not before."""
-        if (handle := self._fleet.handle_of(name)) is None:
-            raise WorkerDied(f"{name} was gone before it served.")
-        try:
-            await handle.run.remote(self._fleet.store)
-        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
-            raise translate(error, name) from None
-        if not self._closing and name not in self._leaving:
-            raise PartnerGone(f"{name} stopped serving before the run was over.")
+        """Run a member's pull loop. It ends when the store closes or the member was asked to leave, and not before. One
+        that is lent runs again once it is back."""
+        while True:
+            while self._fleet.is_lent(name) and not self._closing:
+                await asyncio.sleep(LOOK_S)
+            num_loans = self._fleet.num_loans(name)
+            if (handle := self._fleet.handle_of(name)) is None:
+                raise WorkerDied(f"{name} was gone before it served.")
+            try:
+                await handle.run.remote(self._fleet.store)
+            except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
+                raise translate(error, name) from None
+            if self._closing or name in self._leaving:
+                return
+            if num_loans == self._fleet.num_loans(name):
+                raise PartnerGone(f"{name} stopped serving before the run was over.")
 
     async def _start(self, team: Sequence[str], catch_up: CatchUp) -> None:
         with contextlib.suppress(StoreError):  # also what a machine holds that cannot say that it is gone

@@ -9,7 +9,10 @@ fewer than `(S + 1) P` active ones before it, so the step that makes version `v 
 its tokens are of version v or newer: staleness at most S. A window w lets at most w - 1 later groups overtake it, which
 adds at most `ceil((w - 1) / P)`.
 
-This requires that a version is reported as served only once every engine samples under it.
+This requires that a version is reported as served only once every engine that leases samples under it. An engine that
+is lent (`orchestrator/control/loans.py`) keeps an older version u, and has leased for the last time before any version
+after u is reported. So the groups that it still holds were admitted while u or an older version was served, and its
+tokens, of version u, are as new as the proof asks for. It leases again once it has loaded the newest version.
 """
 
 from collections.abc import Iterable

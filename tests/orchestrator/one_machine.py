@@ -39,6 +39,12 @@ class OneMachine:
     def handle_of(self, name: str) -> Any:
         return self.actors.get(name)
 
+    def is_lent(self, name: str) -> bool:
+        return False
+
+    def num_loans(self, name: str) -> int:
+        return 0
+
     async def places(self, directory: str) -> dict[str, str]:
         return {name: directory for name, _ in self._role("trainer")}
 

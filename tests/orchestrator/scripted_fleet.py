@@ -6,6 +6,7 @@ On a virtual clock (`tests/virtual_time.py`) a whole run takes milliseconds. Wha
 import asyncio
 import contextlib
 import io
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -117,6 +118,10 @@ class Rollout(Member):
 
     async def run(self, store: Any) -> None:
         await self._serving.run(store)
+
+    async def retire(self) -> None:
+        await self._pause(0.5)
+        await self._serving.retire()
 
     async def drain(self, timeout_s: float) -> None:
         await self._serving.drain(timeout_s)
@@ -302,6 +307,9 @@ class ScriptedFleet(OneMachine):
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
         self._pause, self._joined, self.trials = pause, 0, {}
+        self._lent: dict[str, Any] = {}
+        """Handles of members that are lent, by name."""
+        self._num_loans: Counter[str] = Counter()
         self._later: dict[str, tuple[FakeHandle, list[str]]] = {}
         """Agents of nodes that joined, and the members on them."""
         size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
@@ -336,7 +344,28 @@ class ScriptedFleet(OneMachine):
         self._makers[name] = role, partial(make, name)
 
     def role(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
-        return [(name, handle) for name, handle in self._handles.items() if self._makers[name][0] == role]
+        lent = dict(self.lent())
+        return [
+            (name, handle) for name, handle in self._handles.items()
+            if self._makers[name][0] == role and name not in lent
+        ]  # fmt: skip
+
+    def lend(self, names: Collection[str]) -> None:
+        self._lent |= {name: self._handles[name] for name in names}
+        self._num_loans.update(names)
+
+    def take_back(self, names: Collection[str]) -> None:
+        for name in names:
+            del self._lent[name]
+
+    def lent(self) -> list[tuple[str, Any]]:
+        return [(name, handle) for name, handle in self._lent.items() if self._handles.get(name) is handle]
+
+    def is_lent(self, name: str) -> bool:
+        return name in dict(self.lent())
+
+    def num_loans(self, name: str) -> int:
+        return self._num_loans[name]
 
     @property
     def plan(self) -> list[ActorPlan]:

@@ -119,6 +119,13 @@ class Serving:
             if mine is self._running:  # it was this call that was cancelled
                 raise
 
+    async def retire(self) -> None:
+        """Take no more leases: once this returns, the store grants none. `run` returns when what is held is done."""
+        if self._client is not None:
+            await self._client.retire()
+        elif self._running is not None:  # it waits for its turn, and has leased nothing
+            self._running.cancel()
+
     async def drain(self, timeout_s: float) -> None:
         """Take no more leases, and finish those that are held; after `timeout_s` give the rest back. Then `run` has
         returned. Does nothing where no task serves."""
@@ -177,6 +184,10 @@ class ServingActor:
         """Counts since the start."""
         counts: dict[str, float] = self._worker.stats() if self._worker is not None else {}
         return counts
+
+    async def retire(self) -> None:
+        """Take no more work: once this returns, the store grants none. What is here may be finished."""
+        await self._serving.retire()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more work and finish what is here; what is not done after `timeout_s` goes back. Then `run` has

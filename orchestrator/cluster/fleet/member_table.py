@@ -1,8 +1,8 @@
 """The table of a fleet's members: what each is planned as, and which actors it has had. Names stay when another actor
 takes a member's place.
 
-    planned ─▶ starting ─▶ serving ─▶ left
-                  ▲           │
+    planned ─▶ starting ─▶ serving ◀─▶ lent
+                  ▲           │  └───▶ left
                   └── lost ◀──┘
 
 It changes on the event loop alone, once the run has begun. Where a member is, and what is reserved for it, is in
@@ -37,6 +37,10 @@ class Member:
     """The actor that serves in its role; None: none does."""
     starting: Any = None
     """The actor that is to serve in its role; None: none starts."""
+    is_lent: bool = False
+    """True while the actor works for another caller than its role."""
+    num_loans: int = 0
+    """Number of times that the member was lent so far."""
     has_left: bool = False
     """True once the member is no part of the plan any more. Its name does not come again."""
 
@@ -50,7 +54,7 @@ class MemberTable:
     """Members by name.
 
     Lifecycle: `enter` a member, and `begin` with an actor; once that serves, `add` it to its role, and `remove` it when
-    it is lost; `take_out` a member that leaves."""
+    it is lost; `lend` it, and `take_back`, any number of times; `take_out` a member that leaves."""
 
     def __init__(self, plan: Collection[ActorPlan], patience_s: float, owner: Owner) -> None:
         """`patience_s`: longest wait for a role that is empty. `owner`: that of the actors."""
@@ -106,7 +110,7 @@ class MemberTable:
         member = self._members[name]
         handle = member.handle if member.handle is not None else member.starting
         if member.incarnation:
-            member.handle, member.starting, member.has_left = None, None, True
+            member.handle, member.starting, member.is_lent, member.has_left = None, None, False, True
         else:
             del self._members[name]
         return member.plan, handle
@@ -134,12 +138,37 @@ class MemberTable:
         for name in names:
             if (member := self._members.get(name)) is not None:
                 member.handle = member.starting = None
+                member.is_lent = False
+
+    def lend(self, names: Collection[str]) -> None:
+        """Take members out of their role, whose actors stay."""
+        for name in names:
+            self._members[name].is_lent = True
+            self._members[name].num_loans += 1
+
+    def take_back(self, names: Collection[str]) -> None:
+        """Put lent members into their role again."""
+        for name in names:
+            self._members[name].is_lent = False
+
+    def is_lent(self, name: str) -> bool:
+        """Return whether a member is lent, and its actor is there."""
+        return name in dict(self.lent())
+
+    def num_loans(self, name: str) -> int:
+        """Number of times that a member was lent so far."""
+        member = self._members.get(name)
+        return member.num_loans if member is not None else 0
+
+    def lent(self) -> Handles:
+        """Names and handles of the members that are lent."""
+        return [(one.plan.name, one.handle) for one in self._present() if one.is_lent and one.handle is not None]
 
     def add(self, members: Handles) -> None:
         """Put actors into their role, in place of those before them."""
         for name, handle in members:
             member = self._members[name]
-            member.handle, member.starting = handle, None
+            member.handle, member.starting, member.is_lent = handle, None, False
 
     def all_handles(self) -> list[Any]:
         """Handles of all actors, those that start too."""
@@ -155,11 +184,13 @@ class MemberTable:
         return next((actor.stage for actor in self.plan if actor.role == role), None)
 
     def role(self, role: str, stage: str | None = None) -> Handles:
-        """Names and handles of one role, and of one stage of it if one is named."""
+        """Names and handles of one role, and of one stage of it if one is named. Members that are lent are not in
+        it."""
+        serving = (member for member in self._present() if member.handle is not None and not member.is_lent)
         return [
             (member.plan.name, member.handle)
-            for member in self._present()
-            if member.plan.role == role and member.handle is not None and stage in (None, member.plan.stage)
+            for member in serving
+            if member.plan.role == role and stage in (None, member.plan.stage)
         ]
 
     async def present(self, role: str, stage: str | None = None) -> Handles:

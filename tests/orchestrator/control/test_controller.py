@@ -117,7 +117,7 @@ class Play:
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config, owner=Owner(),
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
-            handle_of=files.handle_of,
+            handle_of=files.handle_of, is_lent=files.is_lent, num_loans=files.num_loans,
             roll_call=files.roll_call,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
             capacity=SimpleNamespace(nodes=[]), plan=[], machines=[], trials={},

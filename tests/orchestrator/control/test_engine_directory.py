@@ -46,14 +46,14 @@ def test_each_environment_hears_of_each_change_once_and_is_told_until_it_hears()
     one, two = (handle.actor for _, handle in fleet.environments)
 
     async def scenario() -> None:
-        await directory.tell()
-        await directory.tell()
+        assert await directory.tell()
+        assert await directory.tell()
         assert one.heard == two.heard == [["Rollout-0"]]
         two.is_there = False
         fleet.engines.append(("Rollout-1", object()))
-        await directory.tell()
+        assert not await directory.tell()
         two.is_there = True
-        await directory.tell()
+        assert await directory.tell()
         assert one.heard == two.heard == [["Rollout-0"], ["Rollout-0", "Rollout-1"]]
         fleet.engines[0] = ("Rollout-0", object())  # another took its place
         fleet.environments[1] = ("Environment-1", FakeHandle(Environment()))

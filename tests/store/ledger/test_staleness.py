@@ -1,6 +1,6 @@
 """The staleness contract, on a simulated cluster: engines that straggle, die silently or noisily, take new weights in
 the middle of a response, one after the other; a trainer of any speed; nodes that are gone with finished work; a store
-that is restarted from a snapshot.
+that is restarted from a snapshot; engines that are lent to an evaluation, and keep their version meanwhile.
 
 Time is simulated and the ledger is strict, so a violation raises where it happens. Bounds are as a run has them: with
 `S + ceil((window - 1) / P) <= max_staleness` nothing is ever evicted, however the dice fall.
@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.conf.errors import StalenessViolation
 from penstock.store.errors import LeaseExpired
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
@@ -38,13 +40,19 @@ class Engine:
         self.lives = 0
         """Deaths so far: what an earlier life has begun does not end in this one."""
         self.lease: HeldLease | None = None
+        self.is_lent = False
 
 
 class Cluster:
     """Discrete events on a heap of (time, serial, what happens)."""
 
-    def __init__(self, random: Random, groups_per_step: int, window: int, slack: int, num_engines: int) -> None:
-        self.random = random
+    def __init__(
+        self, random: Random, groups_per_step: int, window: int, slack: int, num_engines: int, lends: float = 0.0,
+        lent_lease: bool = False,
+    ) -> None:  # fmt: skip
+        """`lends`: share of updates after which engines are lent. `lent_lease`: they go on leasing, as none may."""
+        self.random, self.lends, self.lent_lease = random, lends, lent_lease
+        self.num_lent = 0
         behind = math.ceil((window - 1) / groups_per_step)
         self.spec = make_spec(
             groups_per_step=groups_per_step,
@@ -93,7 +101,7 @@ class Cluster:
             while self.driver.compute(stage, now=self.now):
                 pass
         for engine in self.engines:
-            if engine.lease is None:
+            if engine.lease is None and (self.lent_lease or not engine.is_lent):
                 self.begin(engine)
         if not self.is_training:
             self.train()
@@ -131,7 +139,25 @@ class Cluster:
     def come_back(self, engine: Engine, life: int) -> None:
         if engine.lives == life:
             engine.lease, engine.version = None, self.newest  # a new engine loads the newest publication by itself
+            engine.is_lent = False
             self.announce()
+
+    def lend(self) -> None:
+        """Lend all but one of the engines at most. They finish what they have, and skip later versions."""
+        serving = [engine for engine in self.engines if not engine.is_lent]
+        for engine in self.random.sample(serving, self.random.randint(0, len(serving) - 1)):
+            engine.is_lent, life = True, engine.lives
+            self.num_lent += 1
+            self.after(self.random.uniform(0.0, 20.0), lambda engine=engine, life=life: self.give_back(engine, life))
+
+    def give_back(self, engine: Engine, life: int) -> None:
+        """The engine has evaluated, once it had finished its group; it catches up, and leases again."""
+        if engine.lives != life:
+            return
+        if engine.lease is not None and not self.lent_lease:
+            self.after(0.5, lambda: self.give_back(engine, life))
+            return
+        engine.version, engine.is_lent = self.newest, False
 
     def train(self) -> None:
         made = self.ledger.lease_shared("train", self.trained, 1, 1, "trainer", self.now)
@@ -149,6 +175,8 @@ class Cluster:
         version = self.newest = self.trained
         for engine in self.engines:  # in flight: each at a time of its own, in the middle of whatever it does
             self.after(self.random.uniform(0.0, 2.0), lambda engine=engine: self.load(engine, version))
+        if self.random.random() < self.lends:
+            self.after(self.random.uniform(0.0, 3.0), self.lend)
         if self.random.random() < 0.1:
             self.restart()
         if self.random.random() < 0.3:
@@ -164,12 +192,13 @@ class Cluster:
         check_invariants(self.driver.ledger)
 
     def load(self, engine: Engine, version: int) -> None:
-        engine.version = max(engine.version, version)
+        if not engine.is_lent:
+            engine.version = max(engine.version, version)
         self.announce()
 
     def announce(self) -> None:
-        """A version counts as served once every engine serves it."""
-        slowest = min(engine.version for engine in self.engines)
+        """A version counts as served once every engine that leases serves it."""
+        slowest = min(engine.version for engine in self.engines if not engine.is_lent)
         if slowest > self.served:
             self.served = slowest
             self.ledger.served(slowest)
@@ -201,6 +230,31 @@ def test_no_token_is_ever_too_old_and_nothing_is_ever_evicted(
     assert sum(n for name, n in cluster.ledger.counters.items() if name.startswith("staleness/")) == len(
         cluster.staleness
     )
+
+
+@settings(max_examples=amount(25, many=3000), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups_per_step=st.integers(1, 4),
+    window=st.integers(1, 6),
+    slack=st.integers(1, 3),
+    num_engines=st.integers(2, 6),
+)
+def test_engines_that_are_lent_keep_their_version_and_make_no_token_too_old(
+    seed: int, groups_per_step: int, window: int, slack: int, num_engines: int
+) -> None:
+    cluster = Cluster(Random(seed), groups_per_step, window, slack, num_engines, lends=0.5)
+    cluster.run()
+    assert cluster.num_lent
+    assert max(cluster.staleness) <= cluster.spec.max_staleness
+    assert cluster.ledger.counters["dropped/stale"] == 0
+    assert cluster.ledger.counters["rows_trained"] == len(cluster.staleness)
+
+
+def test_an_engine_that_leased_on_while_it_is_lent_would_break_the_bound() -> None:
+    cluster = Cluster(Random(0), 2, 1, 1, 4, lends=0.9, lent_lease=True)
+    with pytest.raises(StalenessViolation):
+        cluster.run()
 
 
 def test_the_bound_is_reached_and_so_not_looser_than_it_need_be() -> None:
