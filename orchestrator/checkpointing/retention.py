@@ -14,8 +14,9 @@ from penstock.conf.faults import CheckpointConfig
 def score_of(evaluated: Mapping[str, Any], config: CheckpointConfig) -> float | None:
     """The score of a version by what was measured of it; None: it has none."""
     value = evaluated.get(config.best_metric)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def ranked(scores: Mapping[int, float], config: CheckpointConfig) -> list[int]:

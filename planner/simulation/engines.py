@@ -37,7 +37,8 @@ IDLE, DECODING, READING, LOADING, GONE = range(5)
 class SampledGroup:
     """A group of samples that an engine makes."""
 
-    lease: HeldLease
+    lease: HeldLease | None
+    """None: of a problem that is evaluated."""
     group: int
     rows: list[int]
     prompt_tokens: int
@@ -49,6 +50,10 @@ class SampledGroup:
     num_left: int = 0
     is_over: bool = False
     """True once nobody wants its samples any more."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (-1 if self.lease is None else self.lease.id, self.group)
 
 
 @dataclass(slots=True)
@@ -105,7 +110,7 @@ class SimulatedEngine:
         """Sample these groups, too."""
         self._arrived += groups
         for group in groups:
-            self.groups[group.lease.id, group.group] = group
+            self.groups[group.key] = group
         self._interrupt()
 
     def load(self, version: int) -> None:
@@ -217,7 +222,7 @@ class SimulatedEngine:
             self._context -= group.prompt_tokens + step - group.began
             group.num_left -= 1
             if not group.num_left and not group.is_over:
-                del self.groups[group.lease.id, group.group]
+                del self.groups[group.key]
                 self._finished(self, group)
 
     def _join(self) -> None:
@@ -314,6 +319,12 @@ class SimulatedEngines:
         self.on_change: Callable[[str, str], None] = lambda kind, name: None
         """Called with `lost`, `replaced` or `joined`, and the engine."""
         self.num_lost = 0
+        self.lent: set[str] = set()
+        """Engines that evaluate: they ask for no groups, and load no newer versions."""
+        self.on_finished: Callable[[SimulatedEngine, SampledGroup], None] = lambda engine, group: None
+        """Called with an engine and each group or problem that it has finished, before it asks for more."""
+        self.on_spare: Callable[[str], None] = lambda name: None
+        """Called with an engine that was lent, has loaded a version while it is, or is lost."""
         self._served: Callable[[], None] | None = None
         self._loading: set[str] = set()
         self._load_began = 0.0
@@ -332,11 +343,28 @@ class SimulatedEngines:
 
     def load(self, version: int, served: Callable[[], None]) -> None:
         """Have every engine load a version. `served`: called once all that are there have it."""
-        self.newest, self._served, self._loading = version, served, set(self.there)
+        self.newest, self._served, self._loading = version, served, set(self.there) - self.lent
         self._load_began = self._clock.now
-        for engine in list(self.there.values()):
-            engine.load(version)
+        for name, engine in list(self.there.items()):
+            if name in self._loading:
+                engine.load(version)
         self._look()
+
+    def lend(self, names: Sequence[str]) -> None:
+        """Give these engines no more groups; `on_spare` says when they have finished those that they have."""
+        self.lent |= set(names)
+        for name in names:
+            self._asking -= {(name, stage) for stage in self._columns}
+            self._store.retire(self._client(name))
+            self._clock.at(self._clock.now, self.on_spare, name)
+
+    def take_back(self, names: Sequence[str]) -> None:
+        """Have lent engines load the newest version and ask for groups again."""
+        for name in names:
+            if name in self.lent and (engine := self.there.get(name)) is not None:
+                self._starting.add(name)
+                engine.load(self.newest)
+        self.lent -= set(names)
 
     def seconds(self) -> EngineSeconds:
         """Seconds of all engines until now."""
@@ -348,7 +376,7 @@ class SimulatedEngines:
     def _ask(self, engine: SimulatedEngine) -> None:
         """Ask for as many groups as there is room for, unless it has asked."""
         most = self._max_groups
-        if len(engine.groups) >= most:
+        if len(engine.groups) >= most or engine.name in self.lent:
             return
         for stage in self._columns:
             if (engine.name, stage) not in self._asking:
@@ -371,6 +399,10 @@ class SimulatedEngines:
         self._ask(engine)
 
     def _finished(self, engine: SimulatedEngine, sampled: SampledGroup) -> None:
+        if sampled.lease is None:
+            self.on_finished(engine, sampled)
+            self._ask(engine)
+            return
         lengths, columns = list(sampled.lengths), self._columns[sampled.stage]
         if sampled.stage == self._rollout:
             oldest, sums = engine.versions_of(sampled)
@@ -379,6 +411,7 @@ class SimulatedEngines:
         else:  # one response, whose text all rows of the group get
             facts = Facts([4 * lengths[0]] * len(sampled.rows))
         self._store.write(sampled.lease, sampled.stage, sampled.rows, columns, facts)
+        self.on_finished(engine, sampled)
         self._ask(engine)
 
     def _superseded(self, client: str, lease: int, group: int) -> None:
@@ -390,6 +423,8 @@ class SimulatedEngines:
     # Weights.
 
     def _loaded(self, engine: SimulatedEngine, version: int) -> None:
+        if engine.name in self.lent:
+            self.on_spare(engine.name)
         if engine.name in self._starting:
             self._starting.discard(engine.name)
             self._ask(engine)
@@ -427,6 +462,8 @@ class SimulatedEngines:
         self._starting.discard(name)
         self._store.leave(self._client(name), name)
         self.on_change("lost", name)
+        self.lent.discard(name)
+        self.on_spare(name)
         self._loading.discard(name)
         self._look()
         self._clock.at(self._clock.now + self._changes.replaced_s, self._replace, name)

@@ -127,14 +127,18 @@ class SimulatedStore:
         self._asking[index][request.client] = Asking(request, given)
         self._due.stages |= 1 << index
 
-    def leave(self, client: str, owner: str) -> None:
-        """Give back what a member had, which is gone."""
+    def retire(self, client: str) -> None:
+        """Give nothing more to a member until it asks again: the others share without it."""
         for allotment, asking in zip(self._allotments, self._asking, strict=True):
             allotment.left(client)
             asking.pop(client, None)
+        self._due.stages |= (1 << len(self._asking)) - 1
+
+    def leave(self, client: str, owner: str) -> None:
+        """Give back what a member had, which is gone."""
+        self.retire(client)
         _, effects = self.ledger.abandon(owner)
         self.clients.left(client)
-        effects.stages |= (1 << len(self._asking)) - 1  # the others share without it
         self.carry_out(effects)
 
     def granted(self, lease_id: int, stage: str, owner: str) -> None:

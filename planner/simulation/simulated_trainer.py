@@ -78,6 +78,8 @@ class SimulatedTrainer:
         self._num_shares = shares_of_ranks(config.trainer)
         self._is_synchronous, self._store, self._clock = config.max_staleness == 0, store, store.clock
         self._durations, self._engines = durations, engines
+        self.load = engines.load if engines is not None else None
+        """Has engines load a version, and calls back once the store is to hear that it is served."""
         self._turn_s = durations.turn_s() if engines is not None else 0.0
         self.watchers: list[Watcher] = []
         self.on_change: Callable[[str, str], None] = lambda kind, name: None
@@ -229,8 +231,8 @@ class SimulatedTrainer:
             self._count()
 
     def _load(self, step: SimulatedStep) -> None:
-        assert self._engines is not None
-        self._engines.load(step.step, self._served)
+        assert self.load is not None
+        self.load(step.step, self._served)
 
     def _served(self) -> None:
         step = self._published

@@ -3,8 +3,8 @@
     config ─▶ Dataflow, StoreSpec, actors ─▶ SimulatedStore, SimulatedEngines, SimulatedTrainer, … ─▶ SimulationResult
 
 What the store decides is decided by the run's own ledger, admission, rounds, shares and stragglers; nothing of it is
-modelled. Not simulated: evaluation, checkpoints, what calls and rows cost on their way, the turns of environments (an
-attempt is one response), the length of what a filter drops (any unit may be dropped).
+modelled. Evaluation is played where it is asked for. Not simulated: checkpoints, what calls and rows cost on their way,
+the turns of environments (an attempt is one response), the length of what a filter drops (any unit may be dropped).
 
 The outcome says how long a step takes, who was busy, and what each side waited for. The first `max_staleness + 1` steps
 fill the pipeline. They are left out of rates and shares where there are others.
@@ -25,6 +25,7 @@ from penstock.planner.durations import Durations
 from penstock.planner.processors import Cores
 from penstock.planner.simulation.engines import EngineSeconds, FleetChanges, SimulatedEngines
 from penstock.planner.simulation.events import Clock, SimulatedStore
+from penstock.planner.simulation.simulated_evaluation import EvaluationPlan, EvaluationTimes, SimulatedEvaluation
 from penstock.planner.simulation.simulated_members import (
     ScorerTeam,
     SimulatedPrompts,
@@ -71,6 +72,7 @@ class SimulationResult:
     num_events: int
     steps_s: tuple[float, ...] = ()
     """Seconds of each step, from the end of the one before to its own."""
+    evaluations: tuple[EvaluationTimes, ...] = ()
 
 
 class ResultCounter:
@@ -178,6 +180,8 @@ class Simulation:
     """Cores that engines and ranks share; None: each has its own device."""
     epoch_s: float | None = None
     """Time of the run's begin in seconds since the epoch, for a log of who works on what; None: none is kept."""
+    evaluation: EvaluationPlan | None = None
+    """None: nothing is evaluated."""
 
     def __post_init__(self) -> None:
         config, run = self.config, resolve(self.config)
@@ -189,6 +193,7 @@ class Simulation:
         self.store = SimulatedStore(spec, self.clock, self.log)
         self.engines = self._make_engines(random) if self.flow.of_kind(ROLLOUT) else None
         self.trainer = SimulatedTrainer(config, self.store, self.durations, self.engines)
+        self.evaluated = self._make_evaluation()
         self.trainer.lose_ranks_at_random(self.changes, random)
         brings = "response_ids" in (column.name for column in self.flow.stage("source").writes)
         SimulatedPrompts(self.store, self.samples, brings)
@@ -201,7 +206,8 @@ class Simulation:
         """Play all steps. Raises `SimulationStuck`."""
         with _few_collections():
             self._play()
-        return self.account.result()
+        evaluations = tuple(self.evaluated.times) if self.evaluated is not None else ()
+        return replace(self.account.result(), evaluations=evaluations)
 
     def _play(self) -> None:
         if self.engines is not None:
@@ -210,7 +216,7 @@ class Simulation:
             actor.ask()
         self.store.settle()
         clock, trainer, step, last = self.clock, self.trainer, 0, MOST_EVENTS
-        while not trainer.is_over:
+        while not trainer.is_over or (self.evaluated is not None and not self.evaluated.is_over):
             if trainer.num_served > step:
                 step, last = trainer.num_served, clock.num_events + MOST_EVENTS
             if not clock.step() or clock.num_events > last:
@@ -230,6 +236,18 @@ class Simulation:
         columns = {stage.name: tuple(column.name for column in stage.writes) for stage in stages}
         max_groups = max(1, rollout.max_concurrent_samples // self.flow.samples_per_prompt)
         return SimulatedEngines(durations, columns, max_groups, self.store, self.samples, self.changes, random)
+
+    def _make_evaluation(self) -> SimulatedEvaluation | None:
+        """Put evaluation between the trainer and the engines."""
+        if self.evaluation is None or self.engines is None:
+            return None
+        durations = self.engine_durations[-1] if self.engine_durations else self.durations
+        found = SimulatedEvaluation(
+            self.evaluation, self.engines, durations, self.samples, self.clock,
+            self.config.rollout.max_concurrent_samples, self.config.trainer.max_steps,
+        )  # fmt: skip
+        self.trainer.load = found.load
+        return found
 
     def _make_actors(self, spec: StageSpec, random: Random) -> list[StageActor]:
         """Make the actors that serve a stage, besides engines and the trainer's ranks."""
