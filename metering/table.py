@@ -30,9 +30,6 @@ ROLLOUT_PREFIX_LOOKUPS = Metric("penstock_rollout_prefix_lookup_tokens_total", C
     "Prompt tokens looked up in the prefix cache.", condition=ON_VLLM)
 ROLLOUT_PREFIX_HITS = Metric("penstock_rollout_prefix_hit_tokens_total", COUNTER, "tokens",
     "Prompt tokens found there.", condition=ON_VLLM)
-ROLLOUT_READ_AGAIN = Metric("penstock_rollout_prefilled_again_tokens_total", COUNTER, "tokens",
-    "Tokens of sequences that lost their KV cache, to new weights or for want of room, and were read again.",
-    condition=ON_VLLM)
 ROLLOUT_LOAD = Metric("penstock_rollout_weight_load_seconds", SUMMARY, "seconds",
     "One version of the weights, from the call until it is served.")
 ROLLOUT_LOAD_PHASES = Metric("penstock_rollout_weight_load_phase_seconds_total", COUNTER, "seconds",

@@ -124,7 +124,6 @@ ENGINES = (
         (Query(_ratio(table.ROLLOUT_PREFIX_HITS, table.ROLLOUT_PREFIX_LOOKUPS), BY_ACTOR),),
         table.ROLLOUT_PREFIX_HITS.condition,
     ),
-    _rates(table.ROLLOUT_READ_AGAIN, "Tokens a second that are prefilled again, by engine", PER_SECOND),
     _mean(table.ROLLOUT_LOAD, "Load of a version"),
     _rates(table.ROLLOUT_LOAD_PHASES, "Share of the time in loads", SHARE, "phase"),
 )  # fmt: skip

@@ -926,7 +926,7 @@ class VllmStats:
         self._meters = meters
         self.num_read_again = 0
         """Tokens of sequences that were preempted, by new weights or for want of room, and read again."""
-        for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS, table.ROLLOUT_READ_AGAIN):
+        for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS):
             meters.add(counter, 0)
 
     def logger(self, _config: Any, _engine_index: int) -> "VllmStats":
@@ -965,9 +965,7 @@ class EngineOutput:
     def captured(self) -> Iterator[None]:
         """Capture what is printed within the block, and by processes started within it for as long as they live."""
         with _REDIRECTED:
-        read_again = prefixes.preempted_queries - prefixes.preempted_hits
-        self.num_read_again += read_again
-        self._meters.add(table.ROLLOUT_READ_AGAIN, read_again)
+        self.num_read_again += prefixes.preempted_queries - prefixes.preempted_hits
             self._pipe, entrance = os.pipe()
             os.set_blocking(self._pipe, False)
             _flush()
