@@ -388,6 +388,8 @@ class SampleCall:
     topk_logprobs: int = 0
     """Most likely tokens to report at each sampled position, under the sampling distribution."""
     pictures: PromptPictures | None = None
+    vocabulary_positions: int = 0
+    """Last tokens of the prompt, R, at which the log-probabilities of the whole vocabulary are asked for."""
 
 
 @dataclass(frozen=True)
@@ -419,6 +421,9 @@ class SampleOutput:
     """At each prompt token, `[P, K]`, under the model at temperature 1; the first row means nothing."""
     target_logprobs: np.ndarray | None = None
     """Of `target_prompt_ids`, of its shape; 0 where it has -1."""
+    vocabulary_logprobs: np.ndarray | None = None
+    """At the last R tokens of the prompt, under the model at temperature 1, `[R, V]` float32. None also where the
+    engine cannot bring so many."""
 
 
 class AdapterEngine(Protocol):

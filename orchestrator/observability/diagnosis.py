@@ -76,6 +76,13 @@ class History:
         """Return whether all of the last steps have a metric."""
         return self.is_long_enough and all(line.get(key) is not None for line in list(self._last)[-self.window :])
 
+    def within(self, prefix: str) -> dict[str, list[float]]:
+        """Values within the window of all metrics with a prefix, by what follows it: also of those that the last step
+        lacks."""
+        window = list(self._last)[-self.window :]
+        keys = dict.fromkeys(key for line in window for key in line if key.startswith(prefix))
+        return {key.removeprefix(prefix): _values(window, key) for key in keys}
+
     def named(self, prefix: str) -> list[str]:
         return [key for key in self._last[-1] if key.startswith(prefix)] if self._last else []
 
@@ -107,6 +114,13 @@ OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out", "no_answer")
 ENGINE = "rollout/groups/Rollout-"
 """Prefix of the metrics of what each engine has sampled. Where environments play, they lease the groups, and engines
 only answer."""
+SCORES, SAMPLES, TEMPERATURE, DOUBLED = "probe/scores/", "probe/samples/", "probe/temperature/", "probe/doubled/"
+"""Prefixes of what probes have found out of each engine (`control/engine_probe.py`)."""
+LEAST_LOOKS, LEAST_FITS = 2, 3
+"""Least numbers of looks at an engine within the window, and of estimates of its temperature."""
+OTHER_TEMPERATURE, SPREADS = 0.005, 3.0
+"""Difference of an engine's temperature that counts, as a share of it, and its least ratio to the spread of the
+estimates."""
 LEAST_GROUPS = 10
 """Least number of groups of an engine in a window, on average: fewer are spread by chance."""
 SLOW_STAGES = {
@@ -150,6 +164,95 @@ def cut_off(history: History, config: DiagnosisConfig, max_staleness: int) -> Fi
 
 
 def mismatch(history: History, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    found = _other_samples(history, config) or _other_scores(history, config)
+    return found or _all_differ(history, config)
+
+
+def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
+    """What an engine's own samples say: it scores them otherwise than it has recorded them."""
+    means = {name: looks for name, looks in history.within(SAMPLES).items() if len(looks) >= LEAST_LOOKS}
+    hotter = _other_temperatures(history, means)
+    if hotter:
+        factors = ", ".join(f"{name} samples as if at {factor:.4g} times" for name, factor in hotter.items())
+        return Finding(
+            "mismatch",
+            f"{factors} the temperature that it is asked for: its samples differ from its own scores of them by "
+            f"|Δ log p| {_mean_of(means, [*hotter]):.2g} a token{_of_others(means, [*hotter])}",
+            "See rollout.engine_options for what changes its logits or its temperature.",
+        )
+    wrong = _engines_beyond(means, config)
+    if not wrong:
+        return None
+    text = (
+        f"{', '.join(wrong)}: samples differ from the engine's own scores of them, under the same weights, by "
+        f"|Δ log p| {_mean_of(means, wrong):.2g} a token{_of_others(means, wrong)}"
+    )
+    if any(history.within(DOUBLED).get(name) for name in wrong):
+        return Finding(
+            "mismatch",
+            f"{text}, from a token on that repeats the one before it: it was written twice",
+            "See rollout.engine_options for what changes tokens after they are sampled, such as a speculative_config.",
+        )
+    return Finding(
+        "mismatch",
+        f"{text}, and no other temperature explains it: it has read stale keys and values (a cache that was not "
+        "emptied at a load), or what it recorded is of other tokens",
+        "See rollout.engine_options for a cache of its own, and compare with enable_prefix_caching: false.",
+    )
+
+
+def _other_temperatures(history: History, means: Mapping[str, Any]) -> dict[str, float]:
+    """The temperature of engines that sample at another one, as a multiple of it."""
+    fits = {name: each for name, each in sorted(history.within(TEMPERATURE).items()) if len(each) >= LEAST_FITS}
+    return {
+        name: statistics.fmean(each)
+        for name, each in fits.items()
+        if name in means and abs(statistics.fmean(each) - 1) > max(OTHER_TEMPERATURE, SPREADS * statistics.pstdev(each))
+    }
+
+
+def _other_scores(history: History, config: DiagnosisConfig) -> Finding | None:
+    """What an engine makes of rows that the trainer has scored under the same weights."""
+    means = {name: looks for name, looks in history.within(SCORES).items() if len(looks) >= LEAST_LOOKS}
+    wrong = _engines_beyond(means, config)
+    if not wrong:
+        return None
+    text = (
+        f"{', '.join(wrong)} and the trainer score the same rows under the same weights with |Δ log p| "
+        f"{_mean_of(means, wrong):.2g} a token{_of_others(means, wrong)}"
+    )
+    before = max(history.first(SCORES + name)[0] for name in wrong)
+    if before <= config.largest_mismatch(is_exact=False):
+        return Finding(
+            "mismatch",
+            f"{text}; they agreed at first ({before:.1g}): since then not all that it serves is of the version that it "
+            "was sent",
+            "Compare with another weights.transport, and without quantization in rollout.engine_options.",
+        )
+    return Finding(
+        "mismatch",
+        f"{text}, from the first look on: another dtype or kernel",
+        "Compare rollout.dtype and rollout.engine_options with the trainer's dtype.",
+    )
+
+
+def _engines_beyond(means: Mapping[str, Sequence[float]], config: DiagnosisConfig) -> list[str]:
+    limit = config.largest_mismatch(is_exact=False)
+    return sorted(name for name, looks in means.items() if statistics.fmean(looks) > limit)
+
+
+def _mean_of(means: Mapping[str, Sequence[float]], names: Sequence[str]) -> float:
+    return statistics.fmean(statistics.fmean(means[name]) for name in names)
+
+
+def _of_others(means: Mapping[str, Sequence[float]], wrong: Sequence[str]) -> str:
+    """What the other engines differ by."""
+    others = [name for name in means if name not in wrong]
+    return f" ({_mean_of(means, others):.2g} at the other engines)" if others else ""
+
+
+def _all_differ(history: History, config: DiagnosisConfig) -> Finding | None:
+    """What differs over all engines, or has grown."""
     advice = "Compare rollout.dtype with the trainer's; algorithm.correction weighs tokens by the difference."
     for key in ("mismatch/logprob_abs_mean", "probe/engine_max"):  # of what was sampled; of what engines score again
         now, first = history.last(key), history.first(key)

@@ -643,6 +643,12 @@ class VllmRequest:
         made.skip_reading_prefix_cache = True
         if call.prompt_logprobs or call.topk_prompt_logprobs:
             made.prompt_logprobs = min(call.topk_prompt_logprobs, self.vocabulary)
+        if positions := call.vocabulary_positions:
+            if self.chooses:
+                made.prompt_logprob_token_ids = np.tile(np.arange(self.vocabulary, dtype=np.int32), (positions, 1))
+                made.prompt_logprob_start = len(call.prompt_ids) - 1 - positions
+            elif len(call.prompt_ids) * self.vocabulary <= MOST_WHOLE:
+                made.prompt_logprobs = -1
         if ids is None or not ids.size:
             return made
         if self.chooses:
@@ -660,17 +666,34 @@ class VllmRequest:
     def fill(self, scores: PromptScores, output: Any) -> None:
         """Fill in vLLM's scores of the prompt: for each position the token itself, then the likeliest ones."""
         ids, flat = scores.target_ids, output.prompt_logprobs
+        if self.call.vocabulary_positions:
+            scores.vocabulary = self._whole(output)
         for position in range(1, len(scores.logprobs) if flat is not None else 0):
-            first, end = flat.start_indices[position], flat.end_indices[position]
+            first = flat.start_indices[position]
             top = slice(first + 1, first + 1 + scores.num_top)
             scores.logprobs[position] = flat.logprobs[first]
             scores.top_ids[position], scores.top_logprobs[position] = flat.token_ids[top], flat.logprobs[top]
             if ids is not None and scores.targets is not None and not self.chooses:
-                every = np.zeros(self.vocabulary, np.float32)
-                every[flat.token_ids[first + 1 : end]] = flat.logprobs[first + 1 : end]
+                every = self._every(flat, position)
                 scores.targets[position - 1] = np.where(ids[position - 1] < 0, 0, every[ids[position - 1]])
         if ids is not None and ids.size and self.chooses:
             scores.targets = np.where(ids < 0, np.float32(0), output.prompt_token_id_logprobs)
+
+    def _whole(self, output: Any) -> np.ndarray | None:
+        """Scores of the whole vocabulary at the last tokens of the prompt, `[R, V]`; None: they were not asked for."""
+        if self.chooses:
+            return np.asarray(output.prompt_token_id_logprobs, np.float32)
+        flat, num_tokens = output.prompt_logprobs, len(self.call.prompt_ids)
+        if flat.end_indices[num_tokens - 1] - flat.start_indices[num_tokens - 1] <= self.vocabulary:
+            return None
+        return np.stack([self._every(flat, at) for at in range(num_tokens)[-self.call.vocabulary_positions :]])
+
+    def _every(self, flat: Any, position: int) -> np.ndarray:
+        """Scores of the whole vocabulary at a token of the prompt, `[V]` float32."""
+        scored = slice(flat.start_indices[position] + 1, flat.end_indices[position])
+        every_V = np.zeros(self.vocabulary, np.float32)
+        every_V[flat.token_ids[scored]] = flat.logprobs[scored]
+        return every_V
 
     def sampled(self, sample: Any) -> SampledTokens:
         """One sample of a request, with the likeliest tokens at each of its positions."""
@@ -829,8 +852,9 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
     arguments |= reveal(config.engine_options)
     if spec.adapter is not None:
         arguments |= adapter_arguments(spec.adapter.rank, 1)
-    if (limits := spec.adapters) is not None:
+    if spec.is_probed or spec.adapters is not None:
         arguments["max_logprobs"] = -1
+    if (limits := spec.adapters) is not None:  # noqa: SIM102 - the comment is of the second condition
         if limits.max_rank != WHOLE:  # of whole models one is there at a time
             # On a CPU an adapter of zeros, which serves the base model, takes a place of its own.
             arguments |= adapter_arguments(limits.max_rank, limits.max_loaded + (not config.num_gpus_per_worker))
@@ -941,6 +965,7 @@ class VllmStats:
             return
         self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         prefixes = scheduler_stats.prefix_cache_stats
+        self.num_read_again += prefixes.preempted_queries - prefixes.preempted_hits
         self._meters.put(table.ROLLOUT_KV_CACHE, scheduler_stats.kv_cache_usage)
         self._meters.add(table.ROLLOUT_PREFIX_LOOKUPS, prefixes.queries)
         self._meters.add(table.ROLLOUT_PREFIX_HITS, prefixes.hits)
@@ -965,7 +990,6 @@ class EngineOutput:
     def captured(self) -> Iterator[None]:
         """Capture what is printed within the block, and by processes started within it for as long as they live."""
         with _REDIRECTED:
-        self.num_read_again += prefixes.preempted_queries - prefixes.preempted_hits
             self._pipe, entrance = os.pipe()
             os.set_blocking(self._pipe, False)
             _flush()

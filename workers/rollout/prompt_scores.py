@@ -31,7 +31,8 @@ def response_room(prompt_ids: Sequence[int], max_model_len: int) -> int:
 
 def needs_prompt_scores(call: SampleCall) -> bool:
     """Return whether a call asks for log-probabilities of the prompt's own tokens."""
-    return call.prompt_logprobs or call.topk_prompt_logprobs > 0 or call.target_prompt_ids is not None
+    asks_others = call.topk_prompt_logprobs > 0 or call.vocabulary_positions > 0
+    return call.prompt_logprobs or asks_others or call.target_prompt_ids is not None
 
 
 def check_call(call: SampleCall, vocabulary: int) -> None:
@@ -43,7 +44,12 @@ def check_call(call: SampleCall, vocabulary: int) -> None:
     for name, ids in (("prompt_ids", call.prompt_ids), ("stop_ids", call.stop_ids)):
         if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
             raise DataError(f"{name}: has tokens outside of the model's vocabulary of {vocabulary}.")
-    targets = call.target_prompt_ids
+    targets, positions = call.target_prompt_ids, call.vocabulary_positions
+    if positions and (targets is not None or not 0 < positions < len(call.prompt_ids)):
+        raise DataError(
+            f"vocabulary_positions={positions}: must be 0, or less than the prompt's {len(call.prompt_ids)} tokens and "
+            "without target_prompt_ids."
+        )
     if targets is not None:
         if targets.ndim != 2 or len(targets) != len(call.prompt_ids) - 1:
             raise DataError(
@@ -65,6 +71,7 @@ class PromptScores:
         self.logprobs = np.full(shape[0], np.nan, np.float32)
         self.top_ids, self.top_logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         self.targets = None if self.target_ids is None else np.zeros(self.target_ids.shape, np.float32)
+        self.vocabulary: np.ndarray | None = None
 
     def fill(self, logits_PV: "torch.Tensor") -> None:
         """Compute all scores. `logits_PV`: at each token of the prompt, for the next one."""
@@ -84,8 +91,11 @@ class PromptScores:
                 ids_RK = torch.from_numpy(ids[rows].astype(np.int64)).to(logprobs_RV.device)
                 values_RK = logprobs_RV.gather(-1, ids_RK.clamp_min(0))
                 self.targets[rows] = values_RK.masked_fill(ids_RK < 0, 0.0).cpu().numpy()
+        if positions := self._call.vocabulary_positions:
+            self.vocabulary = logits_PV[-1 - positions : -1].float().log_softmax(-1).cpu().numpy()
 
     def output(self, samples: list[SampledTokens]) -> SampleOutput:
         """The answer to the call: these samples, and the scores that it asks for."""
         top = TopTokens(self.top_ids, self.top_logprobs) if self.num_top else None
-        return SampleOutput(samples, self.logprobs if self._call.prompt_logprobs else None, top, self.targets)
+        own = self.logprobs if self._call.prompt_logprobs else None
+        return SampleOutput(samples, own, top, self.targets, self.vocabulary)

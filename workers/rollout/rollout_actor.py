@@ -2,7 +2,8 @@
 
 `run` leases prompts from a store until it closes; `load` is the controller's
 call after each training step; `generate` serves evaluation and the imperative API;
-`sample` serves the clients of a server, each its own adapter.
+`sample` serves the clients of a server, each its own adapter; `probe` compares the engine with the trainer, or with
+what it has sampled.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.store_client import StoreClient
 from penstock.store.epoch import Epoch
 from penstock.workers.pictures.prompt_pictures import PromptPictures
+from penstock.workers.probing import ProbeAnswer, ProbeRow, RecentSamples, call_of, compare
 from penstock.workers.protocols import (
     AdapterEngine,
     AdapterState,
@@ -80,6 +82,9 @@ class Rollout(ServingActor):
         meters = exported(spec.origin) if spec.origin is not None else None
         self._engine = cast(FullEngine, make_engine(replace(spec.engine, by_priority=not spec.pulls), meters))
         self._meter = EngineMeter(self._engine, meters)
+        config = spec.engine.config
+        recent = RecentSamples(config.max_model_len, keeps_caches=config.keeps_caches)
+        self._recent = recent if spec.engine.is_probed else None
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
 
     def _worker(self, greedy: bool) -> RolloutWorker:
@@ -90,8 +95,9 @@ class Rollout(ServingActor):
             frozenset() if greedy else config.truncated_to("drop"), config.max_error_share,
         )  # fmt: skip
         return RolloutWorker(
-            self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy, meter=self._meter
-        )
+            self._engine, intake, timeout_s=config.generate_timeout_s, greedy=greedy, meter=self._meter,
+            recent=self._recent,
+        )  # fmt: skip
 
     async def start(self, gpus: Sequence[str] = ()) -> None:
         """Start the engine. `gpus`: the GPUs to use, where Ray has assigned them to the ranks that share them."""
@@ -145,7 +151,11 @@ class Rollout(ServingActor):
         self, prompt: Sequence[int], sampling: Sampling, pictures: PromptPictures | None, num_samples: int
     ) -> list[Completion]:
         with self._meter.sampling(num_samples):
-            return await self._engine.generate(prompt, num_samples, sampling, *([] if pictures is None else [pictures]))
+            seen = [] if pictures is None else [pictures]
+            completions = await self._engine.generate(prompt, num_samples, sampling, *seen)
+        if self._recent is not None and pictures is None:
+            self._recent.note(prompt, sampling, completions)
+        return completions
 
     async def fault_of(self, prompt_ids: Sequence[int], completion: Completion) -> str:
         """Describe a response whose log-probabilities are not finite, and the engine's weights."""
@@ -177,6 +187,20 @@ class Rollout(ServingActor):
             task.cancel()
             if self._calls.get(request_id) is task:
                 del self._calls[request_id]
+
+    async def probe(self, version: int, row: ProbeRow | None, most_tokens: int) -> ProbeAnswer | None:
+        """Score again a row that the trainer has scored under a version. None instead of a row: a sample of the
+        engine's own, of at most `most_tokens` tokens. Returns None where the engine has another version, or nothing to
+        compare. Raises `WorkerDied`."""
+        with self._recording_death():
+            if self._recent is None or await self._engine.version() != version:
+                return None
+        known = row or self._recent.take(version, most_tokens)
+        if known is None:
+            return None
+        kind = "own" if row is None else "row"
+        output = await self.sample(None, call_of(known, row is None), f"probe-{kind}-{version}")
+        return compare(known, output, row is None)
 
     async def abort(self, request_id: str) -> None:
         """End a call of `sample`, if it is under way."""

@@ -34,6 +34,7 @@ from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import LeaseSuperseded
 from penstock.workers.pictures.prompt_pictures import PromptPictures
+from penstock.workers.probing import RecentSamples
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling, truncated_by
 from penstock.workers.rollout.rollout_engines import EngineMeter
 from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
@@ -41,9 +42,9 @@ from penstock.workers.runtime.serving import ErrorShare
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 BAD_LOGPROBS = "bad_logprobs"
-ERROR_WINDOW = 100
 PAUSED, READ_AGAIN = "rollout/paused_s", "rollout/prefilled_again"
 """Counters of an engine, and metrics of a step: see `SamplingProgress`."""
+ERROR_WINDOW = 100
 """Number of samples over which the share of bad ones is taken."""
 NUM_SHOWN = 5
 """Tokens of a prompt, or names of weights, in a message."""
@@ -103,10 +104,13 @@ class RolloutWorker:
         timeout_s: float = 1800.0,
         greedy: bool = False,
         meter: EngineMeter | None = None,
+        recent: RecentSamples | None = None,
     ) -> None:
         """`timeout_s`: limit of a group, in seconds. `greedy`: serve the greedy stage instead, one response for all
-        samples of a group. `meter`: the engine's; None: its work is not measured."""
+        samples of a group. `meter`: the engine's; None: its work is not measured. `recent`: notes what is written, to
+        be scored again."""
         self._engine, self._intake, self._timeout_s, self._greedy = engine, intake, timeout_s, greedy
+        self._recent = recent
         self._meter = meter or EngineMeter(engine, None)
         self._errors = ErrorShare(intake.max_error_share, ERROR_WINDOW, "samples", "rollout", EngineFailure)
         stage = GREEDY_STAGE if greedy else STAGE
@@ -149,6 +153,9 @@ class RolloutWorker:
         kept = [position for position, reason in enumerate(reasons) if not reason]
         if kept:
             await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
+            if self._recent is not None and "pictures" not in rows:
+                prompt_ids = rows.arrays("prompt_ids")[0].tolist()
+                self._recent.note(prompt_ids, self._intake.sampling, [completions[i] for i in kept])
         self._errors.check()
         return len(kept), sum(len(completion.token_ids) for completion in completions)
 

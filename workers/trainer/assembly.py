@@ -168,7 +168,8 @@ def assemble_trainer(
         without_old=_without_old(spec),
         note=meter.note,
     )
-    worker.probes = spec.probes and ranks.rank == 0
+    worker.probe_temperature = spec.temperature if spec.probes and ranks.rank == 0 else None
+    worker.hash_of_weights = None if spec.publishes else trainer.hash_of_weights
     worker.after_step = spec.after_step
     return TrainerParts(trainer, state, memory_checkpoint, worker)
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.step_report import ProbeRow
+from penstock.workers.probing import ProbeRow
 from penstock.workers.trainer.token_recorder import TokenRecorder
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.sequences import SPANS, TEMPERATURES, context_column
@@ -26,9 +26,9 @@ SHARE = 0.01
 class ProbeRecorder:
     """Keeps the log-probabilities of the first rows of an update, and passes micro-batches on to a `TokenRecorder`."""
 
-    def __init__(self, rows: Rows, tokens: TokenRecorder | None = None) -> None:
-        """`rows`: those of this rank."""
-        self._tokens = tokens
+    def __init__(self, rows: Rows, tokens: TokenRecorder | None = None, temperature: float = 1.0) -> None:
+        """`rows`: those of this rank. `temperature`: that they were sampled at, where they have none of their own."""
+        self._tokens, self._temperature = tokens, temperature
         self._lengths = rows.lengths(context_column(rows)) + rows.lengths("response_ids")
         self._budget = SHARE * float(self._lengths.sum())
         self._known: list[tuple[int, Tensor]] = []
@@ -60,7 +60,8 @@ class ProbeRecorder:
             if spans is not None:  # the first turn alone: what follows it was read between turns
                 _, num_read, num_sampled = spans[position][:3].tolist()
                 context, response = context[:num_read], response[:num_sampled]
-            if temperatures is not None and (temperatures[position][: len(response)] != 1).any():
+            at = {self._temperature} if temperatures is None else {*temperatures[position][: len(response)].tolist()}
+            if len(at) != 1 or 0 in at:
                 continue
             known = np.asarray(logprobs[: len(response)].cpu(), np.float32)
-            yield ProbeRow(np.concatenate([context, response]).astype(np.int32), known)
+            yield ProbeRow(np.concatenate([context, response]).astype(np.int32), known, at.pop())

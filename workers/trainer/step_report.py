@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
+from penstock.workers.probing import ProbeRow
 from penstock.workers.trainer.update.sequences import context_column
 
 REWARD_PREFIX = "reward_"
@@ -57,16 +58,6 @@ class TrainedRows:
         rewards_N = {name.removeprefix(REWARD_PREFIX): rows.values(name).astype(np.float64) for name in names}
         num_read_N = rows.lengths(context_column(rows))
         return cls(reward_N, rows.lengths("response_ids"), num_read_N, clipped_N, oldest_N, sum_N, turns_N, rewards_N)
-
-
-@dataclass(frozen=True)
-class ProbeRow:
-    """A sequence for engines to score, with the trainer's log-probabilities before the update."""
-
-    token_ids: np.ndarray
-    """Tokens, int32."""
-    logprobs: np.ndarray
-    """Log-probabilities of the last tokens at temperature 1, `[T_i]` float32."""
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,11 @@ class TrainerWorker:
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
         reports. Rows that are trained again do not count."""
-        self._reports_rows = ranks.reports_rows
-        self.probes = False
-        """True if steps report rows for engines to score again."""
+        self._reports_rows, self._rank = ranks.reports_rows, ranks.rank
+        self.probe_temperature: float | None = None
+        """Sampling temperature of rows that steps report for engines to score again; None: they report none."""
+        self.hash_of_weights: Callable[[], int] | None = None
+        """Function that hashes this rank's part of the weights, collective; None: publications have checksums."""
         self._preparation = preparation
         self._without_old = without_old
         self._checkpoint = checkpoint
@@ -233,7 +235,9 @@ class TrainerWorker:
         with self._phases.within(UPDATING):
             rows, critic_metrics = self._prepare(leased_rows, lease.version)
             self.after_step = None
-            probe = ProbeRecorder(leased_rows, recorder) if self.probes and len(leased_rows) else None
+            probe = None
+            if self.probe_temperature is not None and len(leased_rows):
+                probe = ProbeRecorder(leased_rows, recorder, self.probe_temperature)
             report = self._trainer.update(rows, self._loss, probe or recorder, lease.version)
             updated = time.perf_counter()
             no_memory_checkpoint = self._checkpoint(step) if self._checkpoint is not None else None

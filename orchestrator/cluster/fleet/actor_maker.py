@@ -241,8 +241,9 @@ class ActorMaker:
             slot_rank=config.serve.slot_rank,
             max_staleness=config.max_staleness,
             leaves_out_old=config.old_turns_are_context,
-            probes=probes_engines(config, self._flow),
             keeps_caches=config.rollout.keeps_caches,
+            publishes=has_engines and replaces_members(config),
+            probes=probes_engines(config, self._flow),
             **self._of_rank(actor, stage),
         )
 

@@ -43,7 +43,14 @@ def test_a_step_of_few_tokens_has_one_row(make_trainer: Make, make_rows: MakeRow
     assert tokens.values(rows, rows.lengths("response_ids").tolist()) is not None
 
 
-def test_of_a_trajectory_the_first_turn_at_temperature_1_is_scored(make_trainer: Make) -> None:
+def test_a_row_says_the_temperature_that_its_log_probabilities_are_for(make_trainer: Make, make_rows: MakeRows) -> None:
+    rows, trainer = make_rows(4), make_trainer()
+    recorder = ProbeRecorder(rows, temperature=0.7)
+    trainer.update(rows, ppo_clip_loss, recorder)
+    assert [one.temperature for one in recorder.rows(rows)] == [0.7]
+
+
+def test_of_a_trajectory_the_first_turn_at_one_temperature_is_scored(make_trainer: Make) -> None:
     columns = {
         "context_ids": [[5, 6, 7, 20], [8, 9]],
         "response_ids": [[10, 11, 12], [13, 14]],
@@ -52,10 +59,13 @@ def test_of_a_trajectory_the_first_turn_at_temperature_1_is_scored(make_trainer:
         "advantage": [1.0, -1.0],
     }
     trainer = make_trainer()
-    for temperatures, expected in (([1.0, 1.0, 1.0], [[5, 6, 7, 10, 11]]), ([0.5, 1.0, 1.0], [])):
+    scored = [[5, 6, 7, 10, 11]]
+    for temperatures, expected in (
+        ([1.0, 1.0, 0.5], scored), ([0.5, 0.5, 1.0], scored), ([0.5, 1.0, 1.0], []), ([0.0, 0.0, 1.0], []),
+    ):  # fmt: skip
         rows = Rows.from_lists({**columns, "token_temperatures": [temperatures, [1.0, 1.0]]}, group_ids=[0, 0])
         recorder = ProbeRecorder(rows)
         trainer.update(rows, ppo_clip_loss, recorder)
         found = recorder.rows(rows)
         assert [one.token_ids.tolist() for one in found] == expected
-        assert all(len(one.logprobs) == 2 for one in found)
+        assert all(len(one.logprobs) == 2 and one.temperature == temperatures[0] for one in found)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,12 +35,14 @@ def sound(step: int) -> dict[str, Any]:
 SLOW_RANK = {"ranks/slowest": 1.0, "ranks/forward_s_slowest": 2.5}
 
 
-def told(change: Change, num_steps: int = 100, max_staleness: int = 1) -> dict[str, Finding]:
-    history = History(CONFIG.window)
+def told(
+    change: Change, num_steps: int = 100, max_staleness: int = 1, config: DiagnosisConfig = CONFIG
+) -> dict[str, Finding]:
+    history = History(config.window)
     found: dict[str, Finding] = {}
     for step in range(1, num_steps + 1):
         history.add(sound(step) | change(step))
-        found |= {one.rule: one for one in findings(history, CONFIG, max_staleness)}
+        found |= {one.rule: one for one in findings(history, config, max_staleness)}
     return found
 
 
@@ -87,6 +90,54 @@ def test_what_is_wrong_is_told_and_nothing_else(rule: str, change: Change, words
     assert list(found) == [rule]
     assert found[rule].advice
     assert re.search(words, found[rule].text), found[rule].text
+
+
+EXACT = replace(CONFIG, mismatch=1e-4)
+
+
+def looks(step: int, kind: str, **values: float) -> dict[str, Any]:
+    """What probes say of engines 0 and 1, each at every other step."""
+    name = f"Rollout-{step % 2}"
+    found = {f"probe/{kind}/{name}": values.get(name.replace("-", ""), 2e-7)}
+    return found | {f"probe/temperature/{name}": 1.0 + values.get("spread", 0.0) * (step % 4 - 1.5)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda step: looks(step, "scores", Rollout1=0.004), "^Rollout-1 and the trainer .* 0.004 a token .2e-07 at"),
+        (lambda step: looks(step, "scores", Rollout1=0.004), "from the first look on: another dtype"),
+        (lambda step: looks(step, "scores", Rollout1=0.004 * (step > 3)), "agreed at first .0.: since then"),
+        (lambda step: looks(step, "scores", Rollout0=0.004, Rollout1=0.006), "^Rollout-0, Rollout-1 .* 0.005 a token,"),
+        (lambda step: looks(step, "samples", Rollout1=0.02), "^Rollout-1: samples .* 0.02 a token .*stale keys"),
+        (
+            lambda step: looks(step, "samples", Rollout1=0.02) | {"probe/doubled/Rollout-1": 1.0},
+            "Rollout-1: .* written twice",
+        ),
+        (
+            lambda step: (
+                looks(step, "samples", Rollout1=0.02, spread=0.0001)
+                | ({"probe/temperature/Rollout-1": 1.01 + 0.0001 * (step % 3)} if step % 2 else {})
+            ),
+            "^Rollout-1 samples as if at 1.01 times the temperature .* 0.02 a token .2e-07 at the other",
+        ),
+    ],
+)
+def test_an_engine_that_differs_is_named_with_the_cause(change: Change, words: str) -> None:
+    quiet = {"mismatch/logprob_abs_mean": 1e-7}
+    found = told(lambda step: quiet | change(step), config=EXACT)
+    assert list(found) == ["mismatch"]
+    assert re.search(words, found["mismatch"].text), found["mismatch"].text
+    assert found["mismatch"].advice
+
+
+def test_a_single_look_and_a_scattered_temperature_name_no_engine() -> None:
+    for change in (
+        lambda step: {"probe/scores/Rollout-1": 0.2} if step % 10 == 0 else {},
+        lambda step: looks(step, "samples", spread=0.02),
+        lambda step: {"probe/samples/Rollout-0": 0.01, "probe/scores/Rollout-0": 0.01},  # bfloat16
+    ):
+        assert told(change) == {}
 
 
 @pytest.mark.parametrize(
