@@ -182,11 +182,9 @@ class TrainerWorker:
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
         reports. Rows that are trained again do not count."""
-        self._reports_rows, self._rank = ranks.reports_rows, ranks.rank
+        self._reports_rows = ranks.reports_rows
         self.probe_temperature: float | None = None
         """Sampling temperature of rows that steps report for engines to score again; None: they report none."""
-        self.hash_of_weights: Callable[[], int] | None = None
-        """Function that hashes this rank's part of the weights, collective; None: publications have checksums."""
         self._preparation = preparation
         self._without_old = without_old
         self._checkpoint = checkpoint

@@ -242,7 +242,6 @@ class ActorMaker:
             max_staleness=config.max_staleness,
             leaves_out_old=config.old_turns_are_context,
             keeps_caches=config.rollout.keeps_caches,
-            publishes=has_engines and replaces_members(config),
             probes=probes_engines(config, self._flow),
             **self._of_rank(actor, stage),
         )
@@ -301,9 +300,9 @@ def records_of(root: str, stage: str) -> str:
 
 def probes_engines(config: RunConfig, flow: Dataflow) -> bool:
     """Return whether engines score rows of each step again (`workers/trainer/probe.py`): where tokens may be older than
-    the trainer's weights, by an engine that is awake, and scores prompts beside its samples, at temperature 1."""
+    the trainer's weights, by an engine that is awake and scores prompts beside its samples."""
     rollout = config.rollout
-    is_plain = rollout.sampling.temperature == 1 and not (rollout.max_pictures or rollout.router_replay)
+    is_plain = rollout.sampling.temperature > 0 and not (rollout.max_pictures or rollout.router_replay)
     can = rollout.capabilities.scores_beside and config.placement != "colocated" and bool(flow.of_kind("rollout"))
     return config.max_staleness > 0 and is_plain and can
 
