@@ -229,6 +229,13 @@ def test_passes_over_a_batch_are_translated(tmp_path: Path, file: str, text: str
     assert load_config([f"recipe={tmp_path}"]).algorithm.epochs_per_batch == 3
 
 
+def test_the_best_model_of_trls_is_a_checkpoint_that_is_kept(tmp_path: Path) -> None:
+    more = "load_best_model_at_end: true\nmetric_for_best_model: eval_reward\neval_steps: 10\n"
+    lost = recipe_of(tmp_path, "grpo.yaml", TRL_GSM8K + more)
+    assert lost["metric_for_best_model"].startswith("eval_reward: set checkpoint.best_metric to a metric of the eval")
+    assert load_config([f"recipe={tmp_path}", "evaluation.path=test"]).checkpoint.keep_best == 1
+
+
 def test_trls_gsm8k_is_a_recipe(tmp_path: Path) -> None:
     lost = recipe_of(tmp_path, "grpo.yaml", TRL_GSM8K)
     assert sorted(lost) == ["no_such_key", "num_processes"]
