@@ -133,6 +133,10 @@ class SandboxUnavailable(PenstockError):
     exit_code = 2
 
 
+class WorkspaceError(PenstockError):
+    """A request about a workspace's files that failed, such as a file that is not there."""
+
+
 class DeadlineExceeded(PenstockError):
     """A phase that did not end in time. The message names the phase and the process that did not answer."""
 

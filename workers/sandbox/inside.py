@@ -70,6 +70,8 @@ class Keeper:
         self.programs = {kind: bytes.fromhex(program) for kind, program in programs.items()}
         self.program = b""
         self.own = os.pidfd_open(os.getpid())
+        self.interrupts = 0
+        """Events of the worker's connection at which an execution is ended: that it ends, which poll always reports."""
         self.tmp = f"size={limits['tmp_bytes']},nr_inodes={limits['tmp_files']},mode=700".encode()
 
     def serve(self) -> None:
@@ -90,30 +92,32 @@ class Keeper:
     def _execute(self, files: list[int], wall_s: float) -> dict[str, Any]:
         started = time.perf_counter()
         checked("mount", b"tmpfs", b"/tmp", b"tmpfs", NO_SUID_DEVICES_PROGRAMS, self.tmp)
+        facts = self._fork(files, wall_s)
+        facts["is_spent"] = libc.umount2(b"/tmp", 0) < 0
+        return facts | {"seconds": time.perf_counter() - started}
+
+    def _fork(self, files: list[int], wall_s: float) -> dict[str, Any]:
+        """Fork into a PID namespace of its own, and wait for the end."""
         checked("unshare", CLONE_NEWPID)
         pid = os.fork()
         if pid == 0:
-            run_child(files, self.limits, self.program)
+            self.run_child(files)
         checked("setns", self.own, CLONE_NEWPID)
         for file in files:
             os.close(file)
         in_time = self._wait(pid, wall_s)
         _, status, usage = os.wait4(pid, 0)
-        is_spent = libc.umount2(b"/tmp", 0) < 0
-        return {
-            "is_spent": is_spent,
-            "status": status,
-            "in_time": in_time,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-            "seconds": time.perf_counter() - started,
-        }
+        return {"status": status, "in_time": in_time, "cpu_s": usage.ru_utime + usage.ru_stime}
+
+    def run_child(self, files: list[int]) -> NoReturn:
+        run_child(files, self.limits, self.program)
 
     def _wait(self, pid: int, wall_s: float) -> bool:
         """Wait for a process; return whether it ended in time. If not, or when the worker is gone, it is killed."""
         process = os.pidfd_open(pid)
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        poll.register(self.control, 0)  # poll reports the end of the connection all the same
+        poll.register(self.control, self.interrupts)
         ready = [file for file, _ in poll.poll(wall_s * 1000)]
         if process not in ready:
             os.kill(pid, signal.SIGKILL)
@@ -137,11 +141,11 @@ def run_child(files: list[int], limits: dict[str, Any], program: bytes) -> NoRet
 
 
 def take_files(files: list[int]) -> None:
-    """Move the files to 0 to 4 and close every other file, the keeper's socket too."""
+    """Move the files to 0, 1, … and close every other file, the keeper's socket too."""
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, 64) for file in files]
     for number, file in enumerate(high):
         os.dup2(file, number)
-    os.closerange(NUM_FILES, 1 << 20)
+    os.closerange(len(files), 1 << 20)
 
 
 def fence_in(limits: dict[str, Any], program: bytes) -> None:
@@ -156,7 +160,7 @@ def fence_in(limits: dict[str, Any], program: bytes) -> None:
         "CPU": cpu_s,
         "NPROC": limits["num_processes"] + 1,  # the keeper counts too
         "FSIZE": limits["file_bytes"],
-        "NOFILE": 256,
+        "NOFILE": limits.get("num_descriptors", 256),
         "CORE": 1,  # 0 still calls the host's program for crashes (core(5)), 1 never does
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
@@ -320,8 +324,14 @@ def main() -> None:
     os.environ.clear()
     control = _socket.socket(fileno=options["control"])
     os.set_inheritable(options["control"], False)
-    guard_devices(options["devices"])
-    keeper = Keeper(control, options["limits"], options["programs"])
+    if "workspace" in options:
+        sys.modules["penstock.workers.sandbox.inside"] = sys.modules["__main__"]
+        source = options["workspace"]["source"]
+        keeper: Keeper = execute(source, "workspace").__dict__["WorkspaceKeeper"](control, options)
+    else:
+        keeper = Keeper(control, options["limits"], options["programs"])
+    if not options.get("resumed"):
+        guard_devices(options["devices"])
     if options["rehearse"]:
         rehearse()
     gc.collect()

@@ -37,7 +37,7 @@ from penstock.workers.sandbox.execution import (
     reason_of,
     results_of,
 )
-from penstock.workers.sandbox.fence import DEVICES, NAMESPACES, FencePrograms
+from penstock.workers.sandbox.fence import DEVICES, NAMESPACES, FencePrograms, WorkspaceView
 from penstock.workers.sandbox.sandbox_worker import FenceWorker
 
 _LOG = logging.getLogger("penstock")
@@ -45,6 +45,8 @@ HIDDEN = (
     *("/proc/1", "/proc/self", "/sys/kernel", "/dev/kmsg", "/dev/mem", "/home", "/var", "/run", "/etc/passwd"),
     *("/usr/share/doc", "/usr/src", "/usr/include"),
 )
+OWN_IN_WORKSPACES = ("/proc/1", "/proc/self", "/etc/passwd")
+"""Paths that a workspace has, too, with content of its own."""
 SEEN_BYTES = 8 * MIB
 WAITING = f"import time\nkept = bytearray({SEEN_BYTES})\nkept[::4096] = kept[::4096]\ntime.sleep(1e6)"
 LOOK_S = 0.01
@@ -253,7 +255,9 @@ async def check(worker: FenceWorker, machine: FencePrograms) -> None:
             request = {
                 "source": Path(probe.__file__).read_text(),
                 "function": "probe",
-                "calls": [[[directory, *hidden_paths(machine)], list(DEVICES), name, server.getsockname()[1]]],
+                "calls": [
+                    [[directory, *hidden_paths(machine, worker.view)], list(DEVICES), name, server.getsockname()[1]]
+                ],
             }
             ending = await worker.execute(request, b"")
     result = results_of(ending, 1, worker.limits)[0]
@@ -262,7 +266,8 @@ async def check(worker: FenceWorker, machine: FencePrograms) -> None:
             f"sandbox: the program that tries the fence from inside failed ({result.reason}: {result.text[-400:]}), so "
             "no code of a model runs."
         )
-    found = holes(result.data, worker.limits) + shared_namespaces(worker.keeper)
+    facts = result.data | {"granted": [name for name in result.data["granted"] if name not in worker.allowed]}
+    found = holes(facts, worker.limits_inside) + shared_namespaces(worker.keeper)
     if worker.keeper_uid == 0:
         found.append("the user inside is root outside")
     if worker.cgroup is None and not await is_seen(worker):
@@ -291,11 +296,20 @@ async def is_seen(worker: FenceWorker) -> bool:
     return False
 
 
-def hidden_paths(machine: FencePrograms) -> list[str]:
-    """Paths of the host that must not be seen inside, unless the interpreter's tree lies below them: such a directory
-    is there, with nothing else."""
+def hidden_paths(machine: FencePrograms, view: WorkspaceView | None = None) -> list[str]:
+    """Paths of the host that must not be seen inside, unless the interpreter's tree lies below them, or what a
+    workspace shows: such a directory is there, with nothing else."""
     of_the_user = [os.path.expanduser(f"~/{name}") for name in (".ssh", ".cache", ".bashrc")]
-    return [path for path in (*HIDDEN, *of_the_user) if not machine.prefix.is_relative_to(path)]
+    paths = [*HIDDEN, *of_the_user]
+    there = [machine.prefix]
+    if view is not None:
+        paths = [path for path in paths if path not in OWN_IN_WORKSPACES and not _is_below(path, view.shown)]
+        there += [Path(view.at), *view.shown]
+    return [path for path in paths if not any(place.is_relative_to(path) for place in there)]
+
+
+def _is_below(path: str, shown: Iterable[Path]) -> bool:
+    return any(Path(path).is_relative_to(place) for place in shown)
 
 
 def holes(facts: Mapping[str, Any], limits: Limits) -> list[str]:

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox.cgroup import Cgroup, UsageWatch
 from penstock.workers.sandbox.execution import CPU_SLACK_S, Ending, Limits
-from penstock.workers.sandbox.fence import DEVICES, FencePrograms, command, seccomp_program
+from penstock.workers.sandbox.fence import DEVICES, ETC, FencePrograms, WorkspaceView, command, seccomp_program
 
 START_S = 30.0
 """Seconds for a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
@@ -35,6 +35,7 @@ WATCH_S = 0.05
 """Seconds between looks at what no other limit bounds: processor time, and without a cgroup memory."""
 CREDENTIALS = struct.Struct("3i")
 KEEPER = Path(__file__).with_name("inside.py")
+WORKSPACE_KEEPER = Path(__file__).with_name("inside_workspace.py")
 LOST: dict[str, Any] = {"status": signal.SIGKILL, "cpu_s": 0.0, "seconds": 0.0, "lost": True}
 """Facts on an execution whose end the keeper does not report."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -51,6 +52,11 @@ class FenceWorker:
     fence ends with the thread that started it, however that ends.
     """
 
+    ends_with_memory = True
+    """True: an execution that runs out of memory ends the fence, as the kernel may free the memory late."""
+    allowed: frozenset[str] = frozenset()
+    """Names of calls that `probe.py` tries and that this fence's filter allows."""
+
     def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket, limits: Limits) -> None:
         self.process, self.control, self.limits = process, control, limits
         self.keeper = 0
@@ -61,24 +67,37 @@ class FenceWorker:
         self.cgroup: Cgroup | None = None
         self.without_cgroup = ""
         """The reason why there is no control group."""
+        self.ready = ""
+        """The keeper's first message."""
         self.num_executions = 0
+        self.view: WorkspaceView | None = None
         self._readiness: asyncio.Future[None] | None = None
         """Future that is resolved when the keeper sends something; `execute` waits for it."""
         self.is_open = True
 
     @classmethod
-    async def start(cls, machine: FencePrograms, limits: Limits, rehearse: bool = True) -> "FenceWorker":
+    async def start(
+        cls,
+        machine: FencePrograms,
+        limits: Limits,
+        rehearse: bool = True,
+        view: WorkspaceView | None = None,
+        kind: str = "",
+    ) -> Self:
         """Start a fence. Raises `SandboxUnavailable` if it does not stand. `rehearse`: run once what executions run,
-        which is worth its time from about the third execution."""
+        which is worth its time from about the third execution. `view`, `kind`: of a workspace (`workspace.py`)."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with ExitStack() as files:
             files.enter_context(theirs)
-            stderr = _file(files)
-            filter_file = _file(files, seccomp_program(platform.machine(), keeper=True), sealed=True)
-            words = command(machine, _inner(theirs.fileno(), limits, rehearse), filter_file)
-            inherited = [theirs.fileno(), filter_file]
+            stderr = memory_file(files)
+            program = seccomp_program(platform.machine(), keeper=True, workspace=view is not None)
+            filter_file = memory_file(files, program, sealed=True)
+            etc = [memory_file(files, text.encode(), sealed=True) for text in ETC.values()] if view else []
+            options = _options(theirs.fileno(), limits, rehearse, view, kind)
+            words = command(machine, _inner(options), filter_file, view, etc)
+            inherited = [theirs.fileno(), filter_file, *etc]
             try:
                 process = _spawned(words, inherited, stderr)
             except OSError as error:
@@ -86,6 +105,7 @@ class FenceWorker:
                 raise SandboxUnavailable(_help(f"{words[0]}: {error.strerror}")) from None
             theirs.close()
             worker = cls(process, ours, limits)
+            worker.view = view
             try:
                 await worker._handshake()
             except (OSError, TimeoutError) as error:
@@ -96,6 +116,11 @@ class FenceWorker:
                 worker.close()
                 raise
         return worker
+
+    @property
+    def limits_inside(self) -> Limits:
+        """Limits as a process inside finds them."""
+        return self.limits
 
     @property
     def enforced(self) -> str:
@@ -110,26 +135,32 @@ class FenceWorker:
 
     async def execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None = None) -> Ending:
         """Run what `inside.run_child` understands, for `wall_s` at most (default: the limits')."""
+        with ExitStack() as files:
+            return await self.execute_with(files, request, memory_file(files, stdin, sealed=True), wall_s)
+
+    async def execute_with(
+        self, files: ExitStack, request: dict[str, Any], typed: int, wall_s: float | None = None, answer: int = -1
+    ) -> Ending:
+        """Do the same with a file as input, and with one for the answer, if it is given. `files`: closes what is
+        opened."""
         wall_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
         self.num_executions += 1
         meter = UsageMeter(self.keeper, self.cgroup)
         started = time.perf_counter()
-        with ExitStack() as files:
-            outputs = [_file(files) for _ in range(3)]
-            asked = _file(files, json.dumps(request).encode(), sealed=True)
-            typed = _file(files, stdin, sealed=True)
-            is_over = False
-            passed = [typed, outputs[0], outputs[1], asked, outputs[2]]
-            try:
-                socket.send_fds(self.control, [repr(wall_s).encode()], passed)
-                facts, is_over = await self.ended(wall_s + GRACE_S, meter)
-            except (OSError, TimeoutError) as error:
-                facts = LOST | {"in_time": not isinstance(error, TimeoutError)}
-            facts["seconds"] = facts["seconds"] or time.perf_counter() - started
-            facts["cpu_s"] = max(facts["cpu_s"], meter.cpu_s())
-            out_of_memory = is_over or meter.was_killed()
-            texts = [os.pread(file, self.limits.output_bytes + 1, 0) for file in outputs]
-        if facts.pop("is_spent", False) or facts.get("lost") or out_of_memory:
+        outputs = [memory_file(files), memory_file(files), answer if answer >= 0 else memory_file(files)]
+        asked = memory_file(files, json.dumps(request).encode(), sealed=True)
+        is_over = False
+        passed = [typed, outputs[0], outputs[1], asked, outputs[2]]
+        try:
+            socket.send_fds(self.control, [repr(wall_s).encode()], passed)
+            facts, is_over = await self.ended(wall_s + GRACE_S, meter)
+        except (OSError, TimeoutError) as error:
+            facts = LOST | {"in_time": not isinstance(error, TimeoutError)}
+        facts["seconds"] = facts["seconds"] or time.perf_counter() - started
+        facts["cpu_s"] = max(facts["cpu_s"], meter.cpu_s())
+        out_of_memory = is_over or meter.was_killed()
+        texts = [os.pread(file, self.limits.output_bytes + 1, 0) for file in outputs]
+        if facts.pop("is_spent", False) or facts.get("lost") or (out_of_memory and self.ends_with_memory):
             self.close()
         return Ending(**facts, out_of_memory=out_of_memory, stdout=texts[0], stderr=texts[1], answer=texts[2])
 
@@ -160,8 +191,9 @@ class FenceWorker:
         async with asyncio.timeout(START_S):
             await self._readable()
         message, ancillary, _, _ = self.control.recvmsg(64, socket.CMSG_SPACE(CREDENTIALS.size))
-        if message != b"ready":
+        if not message.startswith(b"ready"):
             raise ConnectionError("the program inside ended")
+        self.ready = message.decode()
         self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
         self.handle = os.pidfd_open(self.keeper)
         try:
@@ -273,19 +305,26 @@ def _spawned(words: list[str], inherited: list[int], stderr: int) -> "subprocess
     )
 
 
-def _inner(control: int, limits: Limits, rehearse: bool) -> list[str]:
+def _inner(options: dict[str, Any]) -> list[str]:
     """Arguments of the interpreter inside: isolated from its environment, without packages."""
+    return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), json.dumps(options)]
+
+
+def _options(control: int, limits: Limits, rehearse: bool, view: WorkspaceView | None, kind: str) -> dict[str, Any]:
+    machine, is_workspace = platform.machine(), view is not None
     programs = {
-        kind: seccomp_program(platform.machine(), keeper=False, is_counted=kind == "counted").hex()
-        for kind in ("counted", "uncounted")
+        name: seccomp_program(machine, keeper=False, is_counted=name == "counted", workspace=is_workspace).hex()
+        for name in ("counted", "uncounted")
     }
-    options = json.dumps(
-        {"control": control, "limits": asdict(limits), "programs": programs, "devices": DEVICES, "rehearse": rehearse}
-    )
-    return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), options]
+    options: dict[str, Any] = {
+        "control": control, "limits": asdict(limits), "programs": programs, "devices": DEVICES, "rehearse": rehearse,
+    }  # fmt: skip
+    if view is not None:
+        options["workspace"] = {"source": WORKSPACE_KEEPER.read_text(), "at": view.at, "kind": kind}
+    return options
 
 
-def _file(files: ExitStack, content: bytes = b"", sealed: bool = False) -> int:
+def memory_file(files: ExitStack, content: bytes = b"", sealed: bool = False) -> int:
     """Make a file in memory, closed with `files`."""
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     files.callback(os.close, descriptor)

@@ -14,12 +14,14 @@ from penstock.workers.sandbox.fence import (
     CLONE,
     CLONE3,
     FAIL,
+    IN_WORKSPACES,
     KILL,
     MACHINES,
     MMAP,
     NAMESPACE_FLAGS,
     OF_THE_KEEPER,
     ORDINARY,
+    SOCKETS,
     call_numbers,
     seccomp_program,
 )
@@ -41,6 +43,8 @@ def verdict(filter_program: bytes, number: int, architecture: int, *arguments: i
             loaded = words[operand]
         elif code == 0x15:
             at += if_true if loaded == operand else if_false
+        elif code == 0x54:
+            loaded &= operand
         elif code == 0x45:
             at += if_true if loaded & operand else if_false
         else:
@@ -54,21 +58,49 @@ WORDS = st.integers(0, 2**32 - 1) | st.integers(0, 1100)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("keeper", [True, False])
 @pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("workspace", [True, False])
 @given(number=WORDS, arguments=st.lists(WORDS, min_size=4, max_size=4))
-def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, is_counted, number, arguments):
-    is_granted = number in call_numbers(ORDINARY + (OF_THE_KEEPER if keeper else ""), machine)
+def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, is_counted, workspace, number, arguments):
+    listed = ORDINARY + (OF_THE_KEEPER if keeper else "") + (IN_WORKSPACES if workspace else "")
+    is_granted = number in call_numbers(listed, machine)
+    for call, alternatives in SOCKETS.items() if workspace else ():
+        is_granted |= [number] == call_numbers(call, machine) and holds(alternatives, arguments)
     for call, (index, values) in BY_ARGUMENT.items():
-        is_granted |= [number] == call_numbers(call, machine) and arguments[index] in values
+        if not (workspace and call in SOCKETS):
+            is_granted |= [number] == call_numbers(call, machine) and arguments[index] in values
     if [number] == call_numbers(CLONE, machine):
         is_granted = not arguments[0] & NAMESPACE_FLAGS
     if [number] == call_numbers(MMAP, machine):
         is_shared = arguments[3] & 0x01 and arguments[3] & 0x20
         is_granted = not arguments[3] & 0x40000 and (is_counted or not is_shared)
     expected = ENOSYS if [number] == call_numbers(CLONE3, machine) else ALLOW if is_granted else EPERM
-    found = verdict(
-        seccomp_program(machine, keeper=keeper, is_counted=is_counted), number, AUDIT_ARCH[machine], *arguments
-    )
-    assert found == expected
+    program = seccomp_program(machine, keeper=keeper, is_counted=is_counted, workspace=workspace)
+    assert verdict(program, number, AUDIT_ARCH[machine], *arguments) == expected
+
+
+def holds(alternatives, arguments):
+    """Whether one of the alternatives does."""
+    return any(all(arguments[index] & mask in values for index, mask, values in each) for each in alternatives)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@given(data=st.data())
+def test_sockets_of_workspaces_are_streams_and_datagrams_without_filters(machine, data):
+    """The property above, drawn from the calls that it is about, by hand where it matters."""
+    program = seccomp_program(machine, keeper=False, workspace=True)
+    for call, alternatives in SOCKETS.items():
+        arguments = [data.draw(st.sampled_from([0, 1, 2, 3, 5, 6, 10, 16, 17, 26, 41, 0x80801])) for _ in range(4)]
+        expected = ALLOW if holds(alternatives, arguments) else EPERM
+        (number,) = call_numbers(call, machine)
+        found = verdict(program, number, AUDIT_ARCH[machine], *arguments)
+        assert found == expected
+    (sockets,), (options,) = (call_numbers(call, machine) for call in SOCKETS)
+    for number, values, expected in [
+        (sockets, (2, 0x80801, 0), ALLOW), (sockets, (2, 1, 132), EPERM), (sockets, (2, 5, 0), EPERM),
+        (sockets, (16, 3, 0), EPERM), (sockets, (10, 2, 17), ALLOW), (sockets, (2, 3, 1), EPERM),
+        (options, (0, 1, 26), EPERM), (options, (0, 41, 26), ALLOW), (options, (0, 6, 31), EPERM),
+    ]:  # fmt: skip
+        assert verdict(program, number, AUDIT_ARCH[machine], *values) == expected
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -112,7 +144,9 @@ def test_no_call_is_listed_twice_and_programs_are_short_enough(machine):
     for more in (" ".join(BY_ARGUMENT), OF_THE_KEEPER):  # the keeper may call prctl with every argument
         listed = call_numbers(" ".join([ORDINARY, CLONE, CLONE3, MMAP, more]), machine)
         assert len(set(listed)) == len(listed)
-    assert len(seccomp_program(machine, keeper=True)) // 8 <= 4096
+    in_workspaces = call_numbers(" ".join([ORDINARY, IN_WORKSPACES, *SOCKETS, CLONE, CLONE3, MMAP]), machine)
+    assert len(set(in_workspaces)) == len(in_workspaces)
+    assert len(seccomp_program(machine, keeper=True, workspace=True)) // 8 <= 4096
 
 
 def test_x32_numbers_are_none_of_those_listed():

@@ -1,0 +1,256 @@
+"""What a workspace does for who opens it: commands with state, files, differences, snapshots and forks."""
+
+import asyncio
+import shutil
+import tarfile
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.conf.errors import ConfigError, InfrastructureError, NotStarted, WorkspaceError
+from penstock.workers.sandbox import workspace as workspace_module
+from penstock.workers.sandbox.cgroup import descendants
+from penstock.workers.sandbox.execution import MIB, Limits
+from penstock.workers.sandbox.workspace import LIMITS, Workspace, Workspaces
+from tests.sandbox.conftest import in_a_loop
+from tests.workers.sandbox.conftest import Room, git
+
+pytestmark = pytest.mark.real
+
+CHANGES = """
+sed -i s/-/+/ package/sums.py
+rm -r data; mkdir data; echo other > data/one; echo new > data/new
+chmod -x tool.sh; rm link; ln -s tool.sh link; printf 'first\\nother' > 'no end'
+mkdir -p deep/er; echo x > deep/er/x; printf '\\000\\001' > binary
+rm -rf package/__pycache__; mkdir binary.d; mkfifo pipe
+"""
+"""One of each kind of change."""
+
+
+def tree_of(room: Room, workspace: Workspace) -> str:
+    return room.run(
+        workspace, "find . -type f -exec md5sum {} + -o -type l -printf '%p -> %l\\n' | sort; ls -l tool.sh"
+    ).stdout
+
+
+def test_commands_find_what_earlier_ones_have_left(room, ws):
+    assert room.run(ws, "echo 1 > made; echo 2 > /tmp/made; exit 3").exit_code == 3
+    assert room.run(ws, "pwd; cat made /tmp/made; cat -").stdout == "/workspace\n1\n2\n"
+    assert room.do(ws.run("cat; echo e >&2", stdin="typed")).stdout == "typed"
+    assert room.do(ws.run("echo e >&2")).stderr == "e\n"
+    assert room.run(ws, "no-such-program").exit_code == 127
+
+
+def test_the_original_stays_as_it_is(room, ws, repository):
+    before = (repository / "package" / "sums.py").read_bytes()
+    room.run(ws, "echo more >> package/sums.py; chmod 600 data/one; rm data/two")
+    other = room.open()
+    assert room.run(other, "cat package/sums.py; ls data").stdout == before.decode() + "one\nthree\ntwo\n"
+    assert (repository / "package" / "sums.py").read_bytes() == before
+    assert room.run(ws, "echo x > /original/package/sums.py").exit_code != 0
+
+
+def test_files_are_read_and_written(room, ws):
+    assert room.do(ws.read("package/sums.py")).startswith(b"def add")
+    room.do(ws.write("new/directory/file", b"\0\xff"))
+    assert room.do(ws.read("/workspace/new/directory/file")) == b"\0\xff"
+    with pytest.raises(WorkspaceError, match="No such file"):
+        room.do(ws.read("nothing"))
+    room.run(ws, "mkfifo pipe")
+    with pytest.raises(WorkspaceError, match="pipe is no file"):
+        room.do(ws.read("pipe"))
+    with pytest.raises(WorkspaceError, match="pipe is no file"):
+        room.do(ws.write("pipe", b"x"))
+    room.run(ws, "head -c 2000000 /dev/zero > long")
+    with pytest.raises(WorkspaceError, match="more than 1,048,576 bytes"):
+        room.do(ws.read("long"))
+
+
+@pytest.mark.parametrize("kind", ["overlay", "copy"])
+def test_a_difference_is_what_git_applies(repository, tmp_path, kind):
+    room = Room(repository)
+    room.workspaces.first_kind = kind
+    ws = room.open()
+    assert ws.kind == kind
+    assert room.do(ws.diff()) == ""
+    room.run(ws, CHANGES.replace("printf '\\000\\001' > binary", ":"))
+    text = room.do(ws.diff())
+    copy = tmp_path / "copy"
+    shutil.copytree(repository, copy, symlinks=True)
+    git(copy, "init", "-q")
+    (tmp_path / "patch").write_text(text)
+    git(copy, "apply", str(tmp_path / "patch"))
+    shutil.rmtree(copy / ".git")
+    other = Room(copy)
+    assert tree_of(other, other.open()) == tree_of(room, ws)
+    room.run(ws, "printf '\\000\\001' > binary")
+    assert "Binary files a/binary and b/binary differ" in room.do(ws.diff())
+    room.close()
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["overlay", "copy"])
+def test_a_fork_is_the_same_and_then_its_own(repository, kind):
+    room = Room(repository)
+    room.workspaces.first_kind = kind
+    ws = room.open()
+    room.run(ws, CHANGES + "echo kept > /tmp/kept")
+    room.do(ws.shell().run("cd package; VARIABLE='a b'; export OTHER=1; greet() { echo hello; }"))
+    fork = room.do(ws.fork())
+    assert tree_of(room, fork) == tree_of(room, ws)
+    assert room.do(fork.diff()) == room.do(ws.diff())
+    assert room.run(fork, "cat /tmp/kept").stdout == "kept\n"
+    asked = 'pwd; echo "$VARIABLE"; sh -c "echo \\$OTHER"; greet'
+    assert room.do(fork.shell().run(asked)).stdout == "/workspace/package\na b\n1\nhello\n"
+    room.run(fork, "echo more > data/one")
+    assert room.run(ws, "cat data/one").stdout == "other\n"
+    fork.close()
+    room.close()
+
+
+def test_a_snapshot_is_returned_to(room, ws):
+    room.run(ws, CHANGES)
+    before = tree_of(room, ws)
+    snapshot = room.do(ws.snapshot())
+    room.run(ws, "rm -rf * /tmp/*; echo x > y")
+    room.do(ws.restore(snapshot))
+    assert tree_of(room, ws) == before
+    room.do(ws.restore(snapshot))
+    assert tree_of(room, ws) == before
+
+
+def test_times_and_modes_go_with_a_fork(room, ws):
+    room.run(ws, "touch -d 2001-01-01 old; chmod 640 old; mkdir closed; echo x > closed/in; chmod 000 closed old")
+    fork = room.do(ws.fork())
+    assert room.run(fork, "stat -c %a:%Y old; chmod 700 closed; cat closed/in").stdout.endswith(":978307200\nx\n")
+
+
+def test_a_shell_keeps_its_state_and_no_processes(room, ws):
+    shell = room.do(ws.shell().run("cd data; export A=1; sleep 600 & B='x y'"))
+    assert shell.exit_code == 0
+    shell = ws.shell()
+    assert room.do(shell.run('pwd; echo "$A$B"; ls /proc | grep -c "^[0-9]"; exit 4')).stdout.startswith(
+        "/workspace/data\n1x y\n"
+    )
+    assert room.do(shell.run("cd ..; sleep 60", timeout_s=0.5)).reason == "timeout_wall"
+    assert room.do(shell.run("pwd")).stdout == "/workspace/data\n"
+    assert room.do(ws.shell("another").run("pwd; echo $A")).stdout == "/workspace\n\n"
+
+
+def test_what_is_over_a_limit_ends_and_the_tree_stays(repository):
+    room = Room(repository)
+    limits = Limits(cpu_s=1, wall_s=60, memory_bytes=256 * MIB, tmp_bytes=32 * MIB, tmp_files=500)
+    limits = replace(limits, file_bytes=64 * MIB)
+    ws = room.open(limits=limits)
+    room.run(ws, "echo 1 > mine")
+    assert room.run(ws, "sleep 60", timeout_s=0.3).reason == "timeout_wall"
+    assert room.run(ws, "while :; do :; done").reason == "timeout_cpu"
+    assert room.run(ws, "for i in 1 2 3 4; do (while :; do :; done) & done; wait").reason == "timeout_cpu"
+    hungry = "python3 -c 'x = bytearray(400 << 20); x[::4096] = b\"1\" * len(x[::4096])'"
+    assert room.run(ws, hungry).reason == "memory" or "MemoryError" in room.run(ws, hungry).stderr
+    assert "No space left" in room.run(ws, "head -c 100000000 /dev/zero > big").stderr
+    assert "No space left" in room.run(ws, "rm big; i=0; while :; do i=$((i+1)); : > f$i || break; done").stderr
+    room.run(ws, "rm -f f*")
+    assert room.run(ws, "yes").reason in ("timeout_cpu", "output", "signal")
+    assert room.run(ws, "cat mine").stdout == "1\n"
+    assert descendants(ws._worker.keeper) == []
+    room.close()
+
+
+def test_a_command_that_is_cancelled_ends_and_the_tree_stays(room, ws):
+    async def cancelled() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await ws.run("echo 1 > started; sleep 600")
+
+    room.do(cancelled())
+    assert room.run(ws, "cat started; ls /proc | grep -c '^[0-9]'").exit_code == 0
+    assert room.run(ws, "echo 2").stdout == "2\n"
+
+
+def test_an_idle_workspace_keeps_no_interpreter_and_wakes(room, ws):
+    room.run(ws, "echo 1 > mine")
+    room.do(ws.shell().run("cd data"))
+    keeper = ws._worker.keeper
+    assert "python" in Path(f"/proc/{keeper}/cmdline").read_bytes().split(b"\0")[0].decode()
+    for _ in range(2):
+        ws._worker.rest()
+        room.do(asyncio.sleep(0.3))
+        assert Path(f"/proc/{keeper}/comm").read_text().strip() in ("sh", "dash", "bash", "busybox")
+        assert room.run(ws, "cat mine").stdout == "1\n"
+        assert room.do(ws.shell().run("pwd")).stdout == "/workspace/data\n"
+    ws._worker.rest()
+    fork = room.do(ws.fork())
+    assert room.run(fork, "cat mine").stdout == "1\n"
+    room.do(ws.restore(room.do(fork.snapshot())))
+
+
+def test_a_request_that_was_cancelled_at_any_moment_confuses_no_later_one(room, ws):
+    async def given_up() -> None:
+        for number in range(40):
+            if number % 4 == 0:
+                ws._worker.rest()
+            running = asyncio.create_task(ws.run(f"echo {number}"))
+            await asyncio.sleep(number * 0.002)
+            running.cancel()
+            await asyncio.wait([running])
+        assert (await ws.run("echo last")).stdout == "last\n"
+
+    room.do(given_up())
+
+
+def test_what_may_be_seen_is_shown_and_the_place_is_chosen(repository):
+    room = Room(repository)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as shown:
+        Path(shown).chmod(0o755)
+        (Path(shown) / "shown.py").write_text("value = 7\n")
+        ws = room.open(at="/testbed/tree", show=[shown], variables={"PYTHONPATH": shown})
+        outcome = room.run(ws, "pwd; python3 -c 'import shown; print(shown.value)'")
+        assert outcome.stdout == "/testbed/tree\n7\n", outcome
+        assert room.run(ws, f"touch {shown}/x").exit_code != 0
+    room.close()
+
+
+def test_archives_are_trees_too(repository, tmp_path):
+    with tarfile.open(tmp_path / "tree.tar.gz", "w:gz") as archive:
+        archive.add(repository, ".")
+    room = Room(tmp_path / "tree.tar.gz")
+    directory = Room(repository)
+    assert tree_of(room, room.open()) == tree_of(directory, directory.open())
+    room.close()
+    directory.close()
+
+
+@in_a_loop
+async def test_what_cannot_be_a_workspace_is_refused_by_name(repository, tmp_path):
+    workspaces = Workspaces()
+    with pytest.raises(ConfigError, match="nothing: No such file"):
+        await workspaces.open(tmp_path / "nothing").__aenter__()
+    (tmp_path / "text").write_text("no archive")
+    with pytest.raises(ConfigError, match="text cannot be unpacked"):
+        await workspaces.open(tmp_path / "text").__aenter__()
+    with pytest.raises(ConfigError, match="at='/tmp'"):
+        await workspaces.open(repository, at="/tmp").__aenter__()
+    with pytest.raises(ConfigError, match="lies below /tmp"):
+        await workspaces.open(repository, show=["/tmp"]).__aenter__()
+    with pytest.raises(ConfigError, match="tmp_bytes"):
+        await workspaces.open(repository, limits=Limits(tmp_bytes=LIMITS.memory_bytes)).__aenter__()
+    await workspaces.close()
+    with pytest.raises(NotStarted):
+        await workspaces.open(repository).__aenter__()
+
+
+def test_a_lost_fence_is_the_machines_failure_and_not_the_policys(room, ws):
+    room.run(ws, "echo 1")
+    ws._worker.process.kill()
+    with pytest.raises(InfrastructureError, match="what was changed in it is lost"):
+        room.run(ws, "sleep 60")
+    with pytest.raises(InfrastructureError):
+        room.run(ws, "echo 1")
+
+
+def test_the_default_limits_are_those_of_the_module():
+    assert workspace_module.LIMITS.tmp_bytes < workspace_module.LIMITS.memory_bytes

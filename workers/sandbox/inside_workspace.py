@@ -1,0 +1,451 @@
+"""The program that keeps a workspace's fence, and what runs behind it: process 1, which forks for each command.
+
+It is `inside.py` with a tree that stays. What was changed is in one tmpfs, mounted once:
+
+    /changes/upper ─┐                                /changes/tmp ─▶ /tmp
+    /original ──────┴─ overlayfs ─▶ the workspace    (where there is no overlayfs, upper is a full copy)
+
+Then /changes is taken away, and only the keeper has a descriptor of upper. A command is process 1 of a PID namespace of
+its own, with a /proc of that. Other requests read or write the tree for the worker, as unprivileged as a command. They
+speak of changes, one after the other in a file: a line of JSON, and for a file its bytes. Changes are applied by
+ordinary calls, so that they mean the same with overlayfs and with a copy.
+
+While nothing is asked for, the worker has this program replace itself with a shell that waits (`rest`). Mounts stay, as
+they belong to the process.
+"""
+
+import _socket
+import fcntl
+import fnmatch
+import json
+import os
+import select
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NoReturn
+
+from penstock.workers.sandbox.inside import (
+    ANSWER,
+    MNT_DETACH,
+    NUM_FILES,
+    REQUEST,
+    Keeper,
+    checked,
+    fence_in,
+    run_calls,
+    run_main,
+    take_files,
+)
+
+NO_SUID_DEVICES, NO_PROGRAMS = 2 | 4, 8
+BIND = 4096
+LOWER, SPACE = "/original", "/changes"
+OWN_UPPER = NUM_FILES
+"""Descriptor of upper in a process that reads or writes the tree for the worker."""
+UPPER = f"/proc/self/fd/{OWN_UPPER}"
+OPAQUE = "user.overlay.opaque"
+NUM_DESCRIPTORS = 1024
+SAME_READ_BYTES = 1 << 20
+MAX_LINKS = 40
+"""Largest number of symbolic links that are followed for one path, as the kernel has it."""
+Change = tuple[str, str, dict[str, Any]]
+"""Kind of a change ("removed", "directory", "link" or "file"), path in the tree, and facts."""
+
+
+class WorkspaceKeeper(Keeper):
+    """Serves the commands of one workspace, one after the other."""
+
+    def __init__(self, control: _socket.socket, options: dict[str, Any]) -> None:
+        super().__init__(control, options["limits"], options["programs"])
+        self.options = options
+        self.at: str = options["workspace"]["at"]
+        self.kind: str = options["workspace"]["kind"]
+        self.interrupts = select.POLLIN
+        self.upper: int = options["workspace"].get("upper", -1)
+        self.proc = os.stat("/proc").st_dev
+
+    def serve(self) -> None:
+        is_new = not self.options.get("resumed")
+        if is_new:
+            self._mount()
+        self.control.send(f"ready {self.kind}".encode())
+        counted = self.control.recv(64).decode()
+        if not counted:
+            return
+        if counted == "rest":  # whoever woke it has given up
+            self._rest()
+        self.program = self.programs[counted]
+        self.limits |= {"num_descriptors": NUM_DESCRIPTORS}
+        if counted == "counted":  # the group bounds memory, and some programs reserve more addresses than they use
+            self.limits |= {"memory_bytes": -1}
+        elif is_new:
+            checked("umount2", b"/dev/zero", MNT_DETACH)
+        while True:
+            message, ancillary, _, _ = self.control.recvmsg(64, _socket.CMSG_LEN(4 * NUM_FILES))
+            if not message:
+                return
+            if ancillary:
+                files = memoryview(ancillary[0][2]).cast("i").tolist()
+                self.control.send(json.dumps(self._execute(files, float(message))).encode())
+            elif message == b"reset":
+                self._reset()
+                self.control.send(b"reset")
+            elif message == b"rest":
+                self._rest()
+
+    def _execute(self, files: list[int], wall_s: float) -> dict[str, Any]:
+        started = time.perf_counter()
+        facts = self._fork(files, wall_s)
+        if os.stat("/proc").st_dev != self.proc:
+            checked("umount2", b"/proc", MNT_DETACH)
+        return facts | {"seconds": time.perf_counter() - started}
+
+    def _mount(self) -> None:
+        checked("mount", b"tmpfs", SPACE.encode(), b"tmpfs", NO_SUID_DEVICES, self.tmp)
+        upper, work, tmp = (f"{SPACE}/{name}" for name in ("upper", "work", "tmp"))
+        for place in (upper, work, tmp):
+            os.mkdir(place)
+        os.chmod(upper, stat.S_IMODE(os.stat(LOWER).st_mode) | 0o700)
+        options = f"lowerdir={LOWER},upperdir={upper},workdir={work},userxattr".encode()
+        if self.kind == "overlay":
+            try:
+                checked("mount", b"overlay", self.at.encode(), b"overlay", NO_SUID_DEVICES, options)
+            except OSError:  # kernels before 5.11, or before 6.6 for changes in memory
+                self.kind = "copy"
+        if self.kind == "copy":
+            shutil.copytree(LOWER, upper, symlinks=True, dirs_exist_ok=True)
+            checked("mount", upper.encode(), self.at.encode(), None, BIND, None)
+        checked("mount", tmp.encode(), b"/tmp", None, BIND, None)
+        self.upper = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        checked("umount2", SPACE.encode(), MNT_DETACH)
+
+    def _reset(self) -> None:
+        """Forget all changes."""
+        os.close(self.upper)
+        for place in (self.at, "/tmp"):
+            checked("umount2", place.encode(), MNT_DETACH)
+        self._mount()
+
+    def _rest(self) -> NoReturn:
+        """Become a shell that waits for a line, and then this program again."""
+        for number, file in enumerate((self.control.fileno(), self.upper), 3):
+            os.dup2(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 64), number)
+        self.options["workspace"] |= {"kind": self.kind, "upper": 4}
+        options = json.dumps(self.options | {"control": 3, "resumed": True})
+        words = [*sys.orig_argv[:-1], options]
+        os.execv("/bin/sh", ["sh", "-c", 'read -r line <&3 && exec "$0" "$@"', *words])
+
+    def run_child(self, files: list[int]) -> NoReturn:
+        code = 70
+        try:
+            with open(f"/proc/self/fd/{files[REQUEST]}", "rb") as file:
+                request: dict[str, Any] = json.loads(file.read())
+            task = request.get("do", "python")
+            is_code = task in ("run", "python")
+            take_files(files if is_code else [*files, self.upper])
+            if is_code:
+                checked("mount", b"proc", b"/proc", b"proc", NO_SUID_DEVICES | NO_PROGRAMS, None)
+            with open("/proc/self/oom_score_adj", "w") as score:
+                score.write("1000")  # the kernel ends commands, and not the keeper, which has the tree
+            fence_in(self.limits if is_code else self.limits | {"file_bytes": -1}, self.program)
+            os.chdir(self.at)
+            code = getattr(self, f"do_{task}")(request) or 0
+        except BaseException as error:  # noqa: BLE001 - nothing may return to where the keeper was
+            os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+        finally:
+            os._exit(code)
+
+    def do_run(self, request: dict[str, Any]) -> None:
+        os.set_inheritable(REQUEST, False)
+        os.set_inheritable(ANSWER, False)
+        os.execve(request["words"][0], request["words"], request["environment"])
+
+    def do_python(self, request: dict[str, Any]) -> int:
+        os.chdir("/tmp")  # as in the sandbox
+        return run_calls(request) if "calls" in request else run_main(request["source"])
+
+    def do_read(self, request: dict[str, Any]) -> None:
+        refuse_special(request["path"])
+        with open(request["path"], "rb") as source, open(ANSWER, "wb") as target:
+            shutil.copyfileobj(source, target)
+
+    def do_write(self, request: dict[str, Any]) -> None:
+        os.makedirs(os.path.dirname(request["path"]) or ".", exist_ok=True)
+        refuse_special(request["path"])
+        with open(0, "rb") as source, open(request["path"], "wb") as target:
+            shutil.copyfileobj(source, target)
+
+    def do_pack(self, request: dict[str, Any]) -> None:
+        """Write all changes of the tree and of /tmp."""
+        with open(ANSWER, "wb") as target:
+            for root, place in (("tree", UPPER), ("tmp", "/tmp")):
+                for kind, path, facts in self._changes() if root == "tree" else changes(place, ""):
+                    target.write(json.dumps([root, kind, path, facts]).encode() + b"\n")
+                    if kind == "file":
+                        send(f"{place}/{path}", target, facts["size"])
+
+    def do_apply(self, request: dict[str, Any]) -> None:
+        """Apply changes to a workspace without any. `protected`: names and paths that stay as they are in the original
+        tree; then /tmp stays empty, too."""
+        protected = request.get("protected")
+        replaced: list[str] = []
+        with open(0, "rb") as source:
+            while line := source.readline():
+                root, kind, path, facts = json.loads(line)
+                size = facts.get("size", 0)
+                if protected is not None and (root == "tmp" or is_protected(path, protected)):
+                    source.seek(size, os.SEEK_CUR)
+                    continue
+                if kind != "directory" and is_directory(f"{LOWER}/{path}"):
+                    replaced.append(path)
+                apply(kind, f"{self.at if root == 'tree' else '/tmp'}/{path}", facts, source)
+        for path in replaced if protected is not None else ():
+            for original in protected_below(path, protected or []):
+                self._restore(original)
+
+    def do_place(self, request: dict[str, Any]) -> None:
+        """Write or remove a file where it lies in the original tree, through no link of the changes'."""
+        path = self._real_path(request["path"])
+        remove(path)
+        if not request["is_removed"]:
+            with open(0, "rb") as source, open(path, "xb") as target:
+                shutil.copyfileobj(source, target)
+
+    def do_diff(self, request: dict[str, Any]) -> None:
+        """Write what was changed as Git writes it."""
+        with open(ANSWER, "wb") as target:
+            found = [change for change in self._changes() if ".git" not in change[1].split("/")]
+            there = {path for kind, path, _ in found if kind in ("file", "link")}
+            for kind, path, _ in found:
+                for old in files_below(path) if kind != "directory" else ():
+                    if old not in there:
+                        target.write(difference(old, None))
+                if path in there:
+                    target.write(difference(path, f"{UPPER}/{path}"))
+
+    def _changes(self) -> Iterator[Change]:
+        return changes(UPPER, LOWER) if self.kind == "overlay" else differences(UPPER, LOWER)
+
+    def _restore(self, path: str) -> None:
+        place = self._real_path(path)
+        if not os.path.lexists(place):
+            shutil.copy2(f"{LOWER}/{path}", place, follow_symlinks=False)
+
+    def _real_path(self, path: str) -> str:
+        """Place of a path of the original tree, below directories that are, or are made, as they are there: a link that
+        leads elsewhere is replaced."""
+        done, num_links = "", 0
+        *parts, name = path.split("/")
+        while parts:
+            rel = os.path.join(done, parts.pop(0))
+            place, original = f"{self.at}/{rel}", f"{LOWER}/{rel}"
+            if os.path.islink(original):
+                target, num_links = os.readlink(original), num_links + 1
+                parts = os.path.normpath(os.path.join(done, target)).split("/") + parts
+                if parts[0] in ("", "..") or num_links > MAX_LINKS:
+                    raise ValueError(f"{path}: {rel} is a link to {target} in the original tree, out of it")
+                if not os.path.islink(place) or os.readlink(place) != target:
+                    remove(place)
+                    os.symlink(target, place)
+                done = ""
+                continue
+            if not is_directory(place):
+                remove(place)
+                os.mkdir(place)
+            done = "" if rel == "." else rel
+        return os.path.join(self.at, done, name)
+
+
+def changes(upper: str, lower: str) -> Iterator[Change]:
+    """Changes that an upper layer of overlayfs holds, directories before what is in them. `lower`: empty for none."""
+    ahead = [""]
+    while ahead:
+        below = ahead.pop()
+        for entry in sorted(os.scandir(f"{upper}/{below}"), key=lambda entry: entry.name):
+            path = os.path.join(below, entry.name)
+            found = entry.stat(follow_symlinks=False)
+            if stat.S_ISCHR(found.st_mode):
+                yield "removed", path, {}
+            elif stat.S_ISDIR(found.st_mode):
+                if lower and os.path.lexists(f"{lower}/{path}") and is_opaque(entry.path):
+                    yield "removed", path, {}
+                yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
+                os.chmod(entry.path, found.st_mode | 0o700)
+                ahead.append(path)
+            else:
+                yield from change_of(entry.path, path, found)
+
+
+def differences(tree: str, lower: str) -> Iterator[Change]:
+    """Changes of a full copy: what differs from the original tree, and what is missing."""
+    for place, names, files in os.walk(lower):
+        rel = os.path.relpath(place, lower)
+        for name in sorted(names + files):
+            path = name if rel == "." else f"{rel}/{name}"
+            if not os.path.lexists(f"{tree}/{path}"):
+                yield "removed", path, {}
+        names[:] = [name for name in names if is_directory(f"{tree}/{rel}/{name}")]
+    ahead = [""]
+    while ahead:
+        below = ahead.pop()
+        for entry in sorted(os.scandir(f"{tree}/{below}"), key=lambda entry: entry.name):
+            path = os.path.join(below, entry.name)
+            found = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                os.chmod(entry.path, found.st_mode | 0o700)
+                ahead.append(path)
+                original = f"{lower}/{path}"
+                if os.path.lexists(original) and not is_directory(original):
+                    yield "removed", path, {}
+                if not is_directory(original) or mode_of(original) != stat.S_IMODE(found.st_mode):
+                    yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
+            elif not is_same(entry.path, f"{lower}/{path}"):
+                yield from change_of(entry.path, path, found)
+
+
+def change_of(place: str, path: str, found: os.stat_result) -> Iterator[Change]:
+    """The change to a file or link. Pipes and sockets are processes' own, and are left out."""
+    if stat.S_ISLNK(found.st_mode):
+        yield "link", path, {"target": os.readlink(place)}
+    elif stat.S_ISREG(found.st_mode):
+        os.chmod(place, found.st_mode | 0o400)
+        facts = {"mode": stat.S_IMODE(found.st_mode), "mtime_ns": found.st_mtime_ns, "size": found.st_size}
+        yield "file", path, facts
+
+
+def apply(kind: str, place: str, facts: dict[str, Any], source: BinaryIO) -> None:
+    """Apply a change; the bytes of a file are next in the source."""
+    if kind != "directory" or not is_directory(place):
+        remove(place)
+    if kind == "directory":
+        os.makedirs(place, exist_ok=True)
+        os.chmod(place, facts["mode"] | 0o700)
+    elif kind == "link":
+        os.symlink(facts["target"], place)
+    elif kind == "file":
+        with open(place, "xb") as target:
+            left = facts["size"]
+            while left:
+                data = source.read(min(left, SAME_READ_BYTES))
+                target.write(data)
+                left -= len(data)
+        os.chmod(place, facts["mode"])
+        os.utime(place, ns=(facts["mtime_ns"], facts["mtime_ns"]))
+
+
+def send(path: str, target: BinaryIO, size: int) -> None:
+    """Copy a file that nobody writes to meanwhile."""
+    with open(path, "rb") as source:
+        shutil.copyfileobj(source, target)
+        if source.tell() != size:
+            raise OSError(f"{path} was {size} bytes and is {source.tell()}")
+
+
+def remove(place: str) -> None:
+    if is_directory(place):
+        shutil.rmtree(place)
+    elif os.path.lexists(place):
+        os.unlink(place)
+
+
+def refuse_special(path: str) -> None:
+    """Raise for what is there and is no file: to open a pipe would wait."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(f"{path} is no file")
+
+
+def is_directory(place: str) -> bool:
+    return os.path.isdir(place) and not os.path.islink(place)
+
+
+def is_opaque(place: str) -> bool:
+    try:
+        return os.getxattr(place, OPAQUE) == b"y"
+    except OSError:
+        return False
+
+
+def mode_of(place: str) -> int:
+    return stat.S_IMODE(os.lstat(place).st_mode)
+
+
+def is_same(one: str, other: str) -> bool:
+    """Return whether two files or links are equal, in their bytes and modes."""
+    if not os.path.lexists(other) or os.lstat(one).st_mode != os.lstat(other).st_mode:
+        return False
+    if os.path.islink(one):
+        return os.readlink(one) == os.readlink(other)
+    if os.path.getsize(one) != os.path.getsize(other):
+        return False
+    with open(one, "rb") as first, open(other, "rb") as second:
+        while data := first.read(SAME_READ_BYTES):
+            if data != second.read(SAME_READ_BYTES):
+                return False
+    return True
+
+
+def is_protected(path: str, protected: list[str]) -> bool:
+    """Return whether a name in the path matches, or the path itself is listed."""
+    return path in protected or any(fnmatch.fnmatchcase(part, name) for part in path.split("/") for name in protected)
+
+
+def protected_below(path: str, protected: list[str]) -> Iterator[str]:
+    yield from (found for found in files_below(path) if is_protected(found, protected))
+
+
+def files_below(path: str) -> Iterator[str]:
+    """Paths of the original tree: the path, or the files and links below it."""
+    if not is_directory(f"{LOWER}/{path}"):
+        if os.path.lexists(f"{LOWER}/{path}"):
+            yield path
+        return
+    for place, names, files in os.walk(f"{LOWER}/{path}"):
+        links = [name for name in names if os.path.islink(f"{place}/{name}")]
+        yield from (os.path.relpath(f"{place}/{name}", LOWER) for name in sorted(files + links))
+
+
+def difference(path: str, place: str | None) -> bytes:
+    """The difference between a file of the original tree and the one at a place; None: it is gone. Empty for none."""
+    import difflib
+
+    (old, old_mode), (new, new_mode) = content_of(f"{LOWER}/{path}"), content_of(place)
+    if (old, old_mode) == (new, new_mode):
+        return b""
+    name = path.encode(errors="surrogateescape")
+    words = [b"diff --git a/%b b/%b" % (name, name)]
+    if old is None:
+        words.append(b"new file mode %o" % new_mode)
+    elif new is None:
+        words.append(b"deleted file mode %o" % old_mode)
+    elif old_mode != new_mode:
+        words += [b"old mode %o" % old_mode, b"new mode %o" % new_mode]
+    if old != new:
+        first = b"/dev/null" if old is None else b"a/" + name
+        second = b"/dev/null" if new is None else b"b/" + name
+        if b"\0" in (old or b"") or b"\0" in (new or b""):
+            words.append(b"Binary files %b and %b differ" % (first, second))
+        else:
+            before, after = lines_of(old or b""), lines_of(new or b"")
+            words += difflib.diff_bytes(difflib.unified_diff, before, after, first, second, lineterm=b"")
+    return b"\n".join(words) + b"\n"
+
+
+def lines_of(content: bytes) -> list[bytes]:
+    """Lines without their ends; Git's remark is part of a last line that has none."""
+    lines = content.split(b"\n")
+    if lines[-1]:
+        return [*lines[:-1], lines[-1] + b"\n\\ No newline at end of file"]
+    return lines[:-1]
+
+
+def content_of(place: str | None) -> tuple[bytes | None, int]:
+    """Bytes of a file, or the target of a link, and Git's mode. None: there is neither."""
+    if place is None or not os.path.lexists(place) or is_directory(place):
+        return None, 0
+    if os.path.islink(place):
+        return os.readlink(place).encode(errors="surrogateescape"), 0o120000
+    with open(place, "rb") as file:
+        return file.read(), 0o100755 if mode_of(place) & 0o100 else 0o100644

@@ -1,0 +1,391 @@
+"""Workspaces: trees of files in which commands run one after the other, behind the sandbox's fence, with state.
+
+    archive or directory ─▶ OriginalTree ─▶ Workspace (a fence of its own; what was changed is in its memory)
+                                                │ snapshot: what was changed      ▲ restore
+                                                └─────────────▶ Snapshot ─────────┴─▶ fork, check: new workspaces
+
+A fork costs what was changed, not the tree. Tests run in a clean fork, which no process of the agent's has touched, and
+with the original's configuration of tests (`PROTECTED`). Code under test still shares a process with its tests.
+docs/sandbox.md says what that means.
+"""
+
+import asyncio
+import os
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import ConfigError, NotStarted, WorkspaceError
+from penstock.workers.runtime.async_tasks import time_limit_paused
+from penstock.workers.sandbox.execution import MIB, Ending, Limits, ProgramOutcome, outcome_of
+from penstock.workers.sandbox.fence import UID, FencePrograms, WorkspaceView
+from penstock.workers.sandbox.original_tree import OriginalTree
+from penstock.workers.sandbox.sandbox import check
+from penstock.workers.sandbox.sandbox_worker import memory_file
+from penstock.workers.sandbox.workspace_worker import IDLE_S, WorkspaceWorker
+
+LIMITS = Limits(
+    cpu_s=600.0, wall_s=600.0, memory_bytes=2048 * MIB, num_processes=256, file_bytes=512 * MIB, tmp_bytes=1024 * MIB,
+    tmp_files=200_000,
+)  # fmt: skip
+"""Limits of a workspace: those of each command, and `tmp_bytes` and `tmp_files` of all that is changed in its tree and
+/tmp. Enough for the tests of most repositories. Memory holds what is changed, too."""
+PROTECTED = (
+    *("conftest.py", "conftest", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml"),
+    *("setup.cfg", "tox.ini", "sitecustomize.py", "sitecustomize", "usercustomize.py", "usercustomize", "*.pth"),
+    *("*.egg-link", "*.egg-info", "*.dist-info", "__pycache__", "*.pyc", ".git"),
+)
+"""Names of files and directories that a check takes from the original tree, whatever was changed: what configures
+pytest or is imported unasked, plugins of packages, compiled files in place of sources, and Git's."""
+SHELL = """
+[ -f "$1" ] && . "$1" 2>/dev/null
+trap '{ declare -p; declare -f; printf "cd -- %q\\n" "$PWD"; } > "$1" 2>/dev/null' EXIT
+eval "$2"
+"""
+"""What a command of a shell runs in, with the file of the shell's state and the command as arguments."""
+BASH = "/bin/bash"
+OWN_S = 120.0
+"""Deadline of a request about the tree itself, in seconds."""
+
+
+@dataclass(frozen=True)
+class WorkspaceSpec:
+    """What the fork of a workspace has in common with it."""
+
+    view: WorkspaceView
+    limits: Limits
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Environment variables of commands besides PATH, HOME and the like."""
+
+
+class Snapshot:
+    """What was changed in a workspace's tree and /tmp at one time, in memory; freed with the object."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self.num_bytes = os.fstat(file).st_size
+        weakref.finalize(self, os.close, file)
+
+
+class Workspace:
+    """A tree of files and the commands in it, one at a time. Made by `Workspaces.open`, and by `fork`.
+
+        outcome = await ws.run("python -m pytest -q", timeout_s=60)   # a ProgramOutcome
+        await ws.write("fix.py", "x = 1\\n")
+        print(await ws.diff())
+        outcome = await ws.check("python -m pytest -q", files={"tests/test_fix.py": hidden})
+
+    Nothing of a command outlives it but files: processes in the background end with it. All requests raise
+    `InfrastructureError` if the fence is lost, and `SandboxUnavailable` where there can be none.
+    """
+
+    def __init__(self, host: "Workspaces", spec: WorkspaceSpec, worker: WorkspaceWorker) -> None:
+        self._host, self._spec, self._worker = host, spec, worker
+        self._lock = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> "Workspace":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def kind(self) -> str:
+        """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
+        return self._worker.kind
+
+    @property
+    def enforced(self) -> str:
+        """A text that says which limits hold here."""
+        return self._worker.enforced
+
+    async def run(self, command: str, timeout_s: float | None = None, stdin: str | bytes = b"") -> ProgramOutcome:
+        """Run a command of `sh` in the tree's directory. `timeout_s`: below the limits'."""
+        return await self._run(["/bin/sh", "-c", command], timeout_s, stdin)
+
+    def shell(self, name: str = "main") -> "Shell":
+        """A shell (bash) that keeps directory, variables and functions from command to command. A fork's shell of the
+        same name begins with them."""
+        return Shell(self, name)
+
+    async def read(self, path: str) -> bytes:
+        """Bytes of a file, `output_bytes` of the limits at most. Raises `WorkspaceError`."""
+        return (await self._own({"do": "read", "path": path})).answer
+
+    async def write(self, path: str, content: str | bytes) -> None:
+        """Write a file, and make the directories above it. Raises `WorkspaceError`."""
+        await self._own({"do": "write", "path": path}, _bytes(content))
+
+    async def diff(self) -> str:
+        """What was changed in the tree, as `git diff` writes it, without `.git`. Raises `WorkspaceError` if it is
+        longer than `output_bytes` of the limits."""
+        return (await self._own({"do": "diff"})).answer.decode(errors="surrogateescape")
+
+    async def snapshot(self) -> Snapshot:
+        """Keep what was changed. Raises `WorkspaceError`."""
+        with ExitStack() as files:
+            packed = memory_file(files)
+            await self._own({"do": "pack"}, answer=packed)
+            return Snapshot(await asyncio.to_thread(_copy, packed))
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot of this workspace or of another one of the same tree. Raises `WorkspaceError`."""
+        async with self._lock:
+            await self._worker.reset()
+        await self._own({"do": "apply"}, snapshot)
+
+    async def fork(self) -> "Workspace":
+        """A new workspace in the same state, to be closed by the caller. It costs what was changed. Raises
+        `WorkspaceError`."""
+        return await self._host.opened(self._spec, {"do": "apply"}, await self.snapshot())
+
+    async def check(
+        self,
+        command: str,
+        files: Mapping[str, str | bytes | None] | None = None,
+        timeout_s: float | None = None,
+        stdin: str | bytes = b"",
+        protected: Sequence[str] = PROTECTED,
+    ) -> ProgramOutcome:
+        """Run a command in a clean fork: the original tree with what was changed, with `protected` from the original,
+        an empty /tmp, and `files` (None: removed), whatever was changed there. Changes that cannot be applied are an
+        outcome, too, with the reason "changes"."""
+        hidden = {os.path.normpath(path): content for path, content in (files or {}).items()}
+        request = {"do": "apply", "protected": [*protected, *hidden]}
+        try:
+            fork = await self._host.opened(self._spec, request, await self.snapshot())
+        except WorkspaceError as error:
+            return ProgramOutcome("", str(error), 1, 0.0, 0.0, "changes")
+        async with fork:
+            for path, content in hidden.items():
+                place = {"do": "place", "path": path, "is_removed": content is None}
+                await fork._own(place, _bytes(content or b""))
+            return await fork.run(command, timeout_s, stdin)
+
+    def close(self) -> None:
+        """End the workspace and all that runs in it. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._worker.close()
+        self._host.alive.discard(self)
+
+    async def _run(self, words: list[str], timeout_s: float | None, stdin: str | bytes) -> ProgramOutcome:
+        request = {"do": "run", "words": words, "environment": self._host.environment(self._spec)}
+        return outcome_of(await self._execute(request, _bytes(stdin), timeout_s), self._spec.limits)
+
+    async def _own(self, request: dict[str, Any], content: bytes | Snapshot = b"", answer: int = -1) -> Ending:
+        """Make a request about the tree itself. Raises `WorkspaceError`."""
+        ending = await self._execute(request, content, OWN_S, answer)
+        what = f"workspace: {request['do']} {request.get('path', '')}".rstrip()
+        if outcome_of(ending, self._spec.limits).exit_code != 0:
+            raise WorkspaceError(
+                f"{what}: {ending.stderr[-500:].decode(errors='replace').strip() or 'ended by a limit'}"
+            )
+        if answer < 0 and len(ending.answer) > self._spec.limits.output_bytes:
+            raise WorkspaceError(f"{what}: more than {self._spec.limits.output_bytes:,} bytes (Limits.output_bytes)")
+        return ending
+
+    async def _execute(
+        self, request: dict[str, Any], content: bytes | Snapshot, timeout_s: float | None, answer: int = -1
+    ) -> Ending:
+        async with self._lock, self._host.place():
+            if self._timer is not None:
+                self._timer.cancel()
+            try:
+                with ExitStack() as files:
+                    if isinstance(content, Snapshot):
+                        typed = os.open(f"/proc/self/fd/{content.file}", os.O_RDONLY | os.O_CLOEXEC)
+                        files.callback(os.close, typed)
+                    else:
+                        typed = memory_file(files, content, sealed=True)
+                    return await self._worker.execute_with(files, request, typed, timeout_s, answer)
+            finally:
+                self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._worker.rest)
+
+
+class Shell:
+    """A shell of a workspace. Its state is a file in the workspace's /tmp."""
+
+    def __init__(self, workspace: Workspace, name: str) -> None:
+        self._workspace, self._state = workspace, f"/tmp/.shell-{name}"
+
+    async def run(self, command: str, timeout_s: float | None = None, stdin: str | bytes = b"") -> ProgramOutcome:
+        """Run a command where the last one has ended. One that is ended by a limit leaves the state as it was."""
+        words = [BASH, "--norc", "-c", SHELL, "bash", self._state, command]
+        return await self._workspace._run(words, timeout_s, stdin)
+
+
+class Workspaces:
+    """The workspaces of one event loop. `close` ends them all; so does the end of the thread.
+
+        workspaces = Workspaces()
+        async with workspaces.open("repository.tar.gz") as ws:
+            print((await ws.run("ls")).stdout)
+        await workspaces.close()
+
+    As many commands run at once as `num_at_once` says; others wait, while their caller's own time stands still. A fence
+    that stands by makes forks quick. Before anything runs, a program tries the fence from inside.
+    """
+
+    def __init__(self, num_at_once: int | None = None, machine: FencePrograms | None = None) -> None:
+        """`num_at_once`: commands at once, by default one a core. `machine`: for tests."""
+        self._places = asyncio.Semaphore(num_at_once or os.cpu_count() or 1)
+        self._machine = machine
+        self._trees: dict[Path, asyncio.Task[OriginalTree]] = {}
+        self._standby: dict[tuple[WorkspaceView, Limits], asyncio.Task[WorkspaceWorker]] = {}
+        self._checked: set[bool] = set()
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+        self.alive: set[Workspace] = set()
+        self.first_kind = "overlay"
+        """Kind of trees that is tried first."""
+
+    @asynccontextmanager
+    async def open(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        at: str = "/workspace",
+        show: Sequence[str | os.PathLike[str]] = (),
+        variables: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> AsyncIterator[Workspace]:
+        """Open a workspace with a tree: a directory or an archive. `at`: its directory inside. `show`: paths of this
+        machine that commands may read at their own places, such as an environment with the tree's dependencies.
+        `variables`: of commands' environment. Raises `ConfigError`, `SandboxUnavailable`."""
+        if self._is_closed:
+            raise NotStarted("Workspaces: they are closed. Make others.")
+        limits = limits or LIMITS
+        if limits.tmp_bytes >= limits.memory_bytes:
+            raise ConfigError(
+                f"workspace: what is changed may take {limits.tmp_bytes:,} bytes (tmp_bytes), and all memory is "
+                f"{limits.memory_bytes:,} (memory_bytes), which holds that, too. Allow less or give more."
+            )
+        if not os.path.isabs(at) or at in ("/", "/tmp") or os.path.normpath(at) != at:
+            raise ConfigError(f"workspace: at={at!r} is no absolute path of a directory other than / and /tmp.")
+        shown = tuple(Path(os.path.realpath(path)) for path in show)
+        for path in shown:
+            if not path.exists() or any(path.is_relative_to(place) for place in ("/tmp", at, "/proc")):
+                raise ConfigError(
+                    f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
+                    "files of its own. Show a path that lies elsewhere."
+                )
+        tree = await self._tree(Path(source))
+        view = WorkspaceView(tree.path, at, shown)
+        async with await self.opened(WorkspaceSpec(view, limits, dict(variables or {}))) as workspace:
+            yield workspace
+
+    async def opened(
+        self, spec: WorkspaceSpec, request: dict[str, Any] | None = None, snapshot: Snapshot | None = None
+    ) -> Workspace:
+        """Make a workspace, and apply a snapshot as the request says."""
+        with time_limit_paused():
+            worker = await self._worker(spec)
+        workspace = Workspace(self, spec, worker)
+        self.alive.add(workspace)
+        try:
+            if request is not None and snapshot is not None:
+                await workspace._own(request, snapshot)
+        except BaseException:
+            workspace.close()
+            raise
+        return workspace
+
+    async def close(self) -> None:
+        """End all workspaces, and give their trees up."""
+        self._is_closed = True
+        for workspace in list(self.alive):
+            workspace.close()
+        for task in self._standby.values():
+            _close_worker(task)
+        if self._standby:
+            await asyncio.wait(self._standby.values())
+        for tree in self._trees.values():
+            if tree.done() and not tree.cancelled() and tree.exception() is None:
+                tree.result().close()
+        self._standby.clear()
+        self._trees.clear()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for one of the places for commands."""
+        with time_limit_paused():
+            await self._places.acquire()
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    def environment(self, spec: WorkspaceSpec) -> dict[str, str]:
+        """Environment variables of commands."""
+        assert self._machine is not None
+        return {
+            "PATH": f"{self._machine.prefix}/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent",
+            "LANG": "C.UTF-8", "TERM": "dumb", **spec.variables,
+        }  # fmt: skip
+
+    async def _tree(self, source: Path) -> OriginalTree:
+        """The tree, read once: a source that changes meanwhile does not change the workspaces of later attempts."""
+        if self._machine is None:
+            self._machine = FencePrograms.here()
+        if source not in self._trees:
+            owner = None if self._machine.setpriv is None else UID
+            self._trees[source] = asyncio.create_task(asyncio.to_thread(OriginalTree.of, source, owner))
+        try:
+            return await asyncio.shield(self._trees[source])
+        except ConfigError:
+            self._trees.pop(source, None)
+            raise
+
+    async def _worker(self, spec: WorkspaceSpec) -> WorkspaceWorker:
+        key = spec.view, spec.limits
+        task = self._standby.pop(key, None) or asyncio.create_task(self._started(*key))
+        try:
+            worker = await asyncio.shield(task)
+        except BaseException:
+            _close_worker(task)
+            raise
+        if not self._is_closed:
+            self._standby[key] = asyncio.create_task(self._started(*key))
+        return worker
+
+    async def _started(self, view: WorkspaceView, limits: Limits) -> WorkspaceWorker:
+        machine = self._machine
+        assert machine is not None
+        worker = await WorkspaceWorker.start(machine, limits, False, view, self.first_kind)
+        try:
+            async with self._starting:
+                if (has_cgroup := worker.cgroup is not None) not in self._checked:
+                    await check(worker, machine)
+                    self._checked.add(has_cgroup)
+        except BaseException:
+            worker.close()
+            raise
+        return worker
+
+
+def _close_worker(task: "asyncio.Task[WorkspaceWorker]") -> None:
+    """Close a fence that nobody takes, now or when it stands."""
+    if task.done():
+        if not task.cancelled() and task.exception() is None:
+            task.result().close()
+    else:
+        task.cancel()
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode(errors="surrogateescape") if isinstance(content, str) else content
+
+
+def _copy(file: int) -> int:
+    """Copy a file in memory into another one, whose memory is counted as this process's and not as the fence's."""
+    target = os.memfd_create("snapshot", os.MFD_CLOEXEC)
+    size = os.fstat(file).st_size
+    offset = 0
+    while offset < size:
+        offset += os.sendfile(target, file, offset, size - offset)
+    return target

@@ -1,0 +1,117 @@
+"""A workspace's fence with its keeper, seen from outside. The other end is `inside_workspace.py`.
+
+It is a `FenceWorker` whose state stays: what passes a limit is ended by the keeper, and not with the fence; what is
+cancelled is ended too, and its report is read before the next request. After `IDLE_S` without a request the keeper
+rests, and no interpreter is left behind the fence.
+"""
+
+import asyncio
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from penstock.conf.errors import InfrastructureError
+from penstock.workers.sandbox.execution import Ending, Limits
+from penstock.workers.sandbox.sandbox_worker import GRACE_S, START_S, FenceWorker, UsageMeter
+
+IDLE_S = 2.0
+"""Seconds after which an idle keeper rests. To wake it takes 50 ms, less than a model needs for its next command."""
+END, REST, RESET, WAKE = b"end", b"rest", b"reset", b"\n"
+
+
+class WorkspaceWorker(FenceWorker):
+    """Lifecycle: `start`; `execute_with`, `reset` and `rest`, one at a time; `close`."""
+
+    ends_with_memory = False
+    allowed = frozenset({"sendmsg", "recvmsg", "flock"})
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._is_resting = self._is_waking = False
+        self._num_unread = 0
+        """Number of messages that the keeper owes: on requests whose caller was cancelled, too."""
+
+    @property
+    def limits_inside(self) -> Limits:
+        """Limits of a process: where a control group bounds memory, addresses are not bounded."""
+        return replace(self.limits, memory_bytes=-1) if self.cgroup is not None else self.limits
+
+    @property
+    def kind(self) -> str:
+        """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
+        return self.ready.split()[1]
+
+    async def execute_with(
+        self, files: ExitStack, request: dict[str, Any], typed: int, wall_s: float | None = None, answer: int = -1
+    ) -> Ending:
+        """Do what `FenceWorker` does. Raises `InfrastructureError` if the fence is gone, and the tree with it."""
+        await self._attend()
+        try:
+            ending = await super().execute_with(files, request, typed, wall_s, answer)
+        except asyncio.CancelledError:
+            self._num_unread += 1
+            with suppress(OSError):
+                self.control.send(END)
+            raise
+        if not self.is_open:
+            self._lost("ended")
+        return ending
+
+    async def ended(self, deadline_s: float, meter: UsageMeter) -> tuple[dict[str, Any], bool]:
+        """Do what `FenceWorker` does; what is over a limit is ended, and the fence stays."""
+        facts, is_over = await super().ended(deadline_s, meter)
+        if facts.get("lost"):
+            self.control.send(END)
+            async with asyncio.timeout(GRACE_S):
+                await self._readable()
+            facts = self._report() | {"in_time": True}
+        return facts, is_over
+
+    async def reset(self) -> None:
+        """Forget all changes of the tree and /tmp."""
+        await self._attend()
+        self._ask(RESET)
+        await self._read_owed()
+
+    def rest(self) -> None:
+        """Leave no interpreter behind the fence until the next request."""
+        if self.is_open and not self._is_resting:
+            with suppress(OSError):
+                self.control.send(REST)
+            self._is_resting = True
+
+    async def _attend(self) -> None:
+        """Wait until the keeper serves requests and has answered earlier ones."""
+        if not self.is_open:
+            self._lost("was closed")
+        await self._read_owed()
+        if self._is_resting:
+            self._ask(WAKE)
+            self._is_resting, self._is_waking = False, True
+            await self._read_owed()
+        if self._is_waking:
+            self.control.send(b"counted" if self.cgroup is not None else b"uncounted")
+            self._is_waking = False
+
+    def _ask(self, message: bytes) -> None:
+        with suppress(OSError):  # what is lost is noticed where the answer is read
+            self.control.send(message)
+        self._num_unread += 1
+
+    async def _read_owed(self) -> None:
+        try:
+            while self._num_unread:
+                async with asyncio.timeout(START_S):
+                    await self._readable()
+                self._num_unread -= 1
+                if not self.control.recv(4096):
+                    raise ConnectionError("the program inside ended")
+        except (OSError, TimeoutError) as error:
+            self._lost(f"does not answer ({error or type(error).__name__})")
+
+    def _lost(self, what: str) -> NoReturn:
+        self.close()
+        raise InfrastructureError(
+            f"workspace: its fence {what}, and what was changed in it is lost. Did the machine run out of memory, or "
+            "did someone kill it? An attempt that it belongs to is played again (environment.retries)."
+        )
