@@ -16,8 +16,8 @@ is made again has them load the one that they had. A scorer comes back by itself
 while engines generate. Rank i, engine i and rank i of a scorer have one GPU: `placement/reservation.py`. With devices
 of their own, all are there all the time, and none waits for a turn.
 
-CPUs: engines and ranks work at the same time or take turns, whichever makes a step faster. The seconds of steps decide,
-since a trial before the run knows neither how long responses will be nor which other processes compute there.
+CPUs: engines and ranks work at the same time or take turns, whichever makes a step faster. Trials during the run
+decide, since one before it knows neither how long responses will be nor which other processes compute there.
 
     at the same time   up to `max_staleness` steps of prompts are ahead, threads as the trial has found for both
     in turns           the prompts of one step at a time: the ranks wait for engines, engines for the new version, and
@@ -29,6 +29,7 @@ same time then takes as long as one after the other, and longer by what they tak
 
 import asyncio
 import contextlib
+import math
 import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -125,52 +126,103 @@ class DeviceTurns:
         return failed({name: result for (name, _), result in zip(members, found, strict=True)})
 
 
-TRIED, RESTS = 4, 60
-"""Number of steps by which a way is measured, and of those before the other one is tried again: responses grow."""
-
-
-FASTER = 0.95
-"""Factor of a step's seconds at which the other way is taken: medians of so few steps differ by as much."""
+TRIED, PAIRS = 5, 3
+"""Number of steps of a block, by whose median a way is measured, and of pairs of blocks that a trial has at most."""
+CLEAR = 0.25
+"""Sum of the pairs' log ratios by which a trial ends sooner: one pair with steps 1.3x as long, or two with 1.13x."""
+COST, LEAST_REST, LONGEST_REST = 0.01, 60, 960
+"""Share of the time until the next trial that a trial may cost, and fewest and most steps until then."""
+CHANGED = 1.25
+"""Factor by which steps become longer or shorter, such as by longer responses, for a trial to come sooner."""
 
 
 @dataclass
 class TurnChoice:
-    """The choice. Pure: `note` each step. The present way is measured, then the other one, then the better one is
-    kept."""
+    """The choice. Pure: `note` each step.
+
+    A trial alternates blocks of steps in pairs, so that a machine that becomes slower meanwhile slows both ways alike:
+    together, turns | turns, together | together, turns. It ends with the pair by which the sum of the log ratios is
+    `CLEAR` (a sequential test), or with the last one; the sum's sign decides.
+    """
 
     settles: int
     """Number of steps after a change that tell nothing: what was ahead is used up, or made."""
     takes_turns: bool = False
-    _before: bool | None = None
-    """The way before the other one was tried; None: the other one is not tried now."""
-    _steps: int = 0
-    """Number of steps since the last change or choice."""
-    _due: int = 0
-    """Number of steps after which the other way is tried."""
-    _seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    """Seconds of the measured steps, at the same time and in turns."""
+    _settling: int = field(init=False)
+    """Number of steps to come that tell nothing; the first of a run are slow for reasons of their own."""
+    _block: list[float] = field(default_factory=list)
+    """Seconds of the steps of the block under way."""
+    _blocks: list[tuple[bool, float]] = field(default_factory=list)
+    """Ways and medians of the trial's blocks; between trials those of the last two."""
+    _chosen: tuple[bool, float] | None = None
+    """The way that the last trial has chosen, with its seconds of a step. None: the first trial is under way."""
+    _rested: int | None = None
+    """Number of steps since the last trial; None: one is under way."""
+    _rest: float = LEAST_REST
+    """Number of steps after which the next trial is due."""
+
+    def __post_init__(self) -> None:
+        self._settling = 2 * self.settles
 
     def note(self, seconds: float | None) -> tuple[float, float] | None:
         """Note a step. `seconds`: None for one that had more to do than usual, such as an evaluation. Returns the
         median seconds at the same time and in turns where the way has just been chosen by them."""
-        self._steps += 1
-        measured = self._seconds[self.takes_turns]
-        if self._steps > self.settles and seconds is not None:
-            measured.append(seconds)
-        if self._before is None:
-            del measured[:-TRIED]
-            if len(measured) == TRIED and self._steps >= self._due:
-                self._before, self.takes_turns, self._steps = self.takes_turns, not self.takes_turns, 0
-                self._seconds[self.takes_turns] = []
+        if self._rested is not None:
+            self._rested += 1
+        if self._settling:
+            self._settling -= 1
             return None
-        if len(measured) < TRIED:
+        if seconds is not None:
+            self._block.append(seconds)
+        if len(self._block) < TRIED:
             return None
-        medians = {way: statistics.median(values) for way, values in self._seconds.items()}
-        if medians[self.takes_turns] > FASTER * medians[self._before]:
-            self.takes_turns = self._before
-        self._before, self._steps = None, 0
-        self._due = RESTS
-        return medians[False], medians[True]
+        self._blocks.append((self.takes_turns, statistics.median(self._block)))
+        self._block = []
+        if self._rested is not None and not self._begins(self._rested):
+            del self._blocks[:-2]
+            return None
+        if len(self._blocks) % 2:
+            self._change()
+            return None
+        evidence = self._evidence()
+        if abs(evidence) < CLEAR and len(self._blocks) < 2 * PAIRS:
+            return None
+        return self._choose(evidence > 0)
+
+    def _begins(self, rested: int) -> bool:
+        """Return whether a trial begins, with the block that has just ended."""
+        assert self._chosen is not None
+        by_then = [abs(math.log(seconds / self._chosen[1])) for _, seconds in self._blocks[-2:]]
+        has_changed = len(by_then) == 2 and min(by_then) > math.log(CHANGED)
+        if rested < (LEAST_REST if has_changed else self._rest):
+            return False
+        self._rested = None
+        del self._blocks[:-1]
+        return True
+
+    def _evidence(self) -> float:
+        """Sum of log ratios of seconds at the same time to those in turns, over pairs of blocks."""
+        return math.fsum((-1 if way else 1) * math.log(seconds) for way, seconds in self._blocks)
+
+    def _change(self) -> None:
+        self.takes_turns, self._settling = not self.takes_turns, self.settles
+
+    def _choose(self, takes_turns: bool) -> tuple[float, float]:
+        """End the trial. Returns the seconds of both ways."""
+        together, turns = (statistics.median(s for way, s in self._blocks if way == one) for one in (False, True))
+        kept, other = (turns, together) if takes_turns else (together, turns)
+        lost = (self.settles + 2 * TRIED) * max(0.0, other / kept - 1)  # steps, in a trial of two pairs
+        self._rest = min(max(lost / COST, LEAST_REST), LONGEST_REST)
+        self._chosen, self._rested, self._blocks = (takes_turns, kept), 0, []
+        if takes_turns != self.takes_turns:
+            self._change()
+        return together, turns
+
+
+LEAST_STEPS = 60
+"""Number of steps of a run that is worth a trial."""
+MOST_LEFT_OUT = 8
+"""Most steps in a row that do not count because of evaluations and checkpoints: from then on they are the rule."""
 
 
 class CpuTurns:
@@ -183,6 +235,8 @@ class CpuTurns:
         self._pace = TurnChoice(config.max_staleness + 2, fleet.takes_turns) if _can_choose(fleet) else None
         self._last: float | None = None
         self._was_plain = True
+        self._num_left_out = 0
+        """Number of steps in a row that had more to do."""
 
     @property
     def max_active_groups(self) -> int | None:
@@ -196,7 +250,8 @@ class CpuTurns:
         if self._pace is None:
             return
         last, self._last = self._last, now
-        counts, self._was_plain = is_plain and self._was_plain, is_plain
+        self._num_left_out = 0 if is_plain and self._was_plain else self._num_left_out + 1
+        self._was_plain, counts = is_plain, not 0 < self._num_left_out <= MOST_LEFT_OUT
         before = self._pace.takes_turns
         if found := self._pace.note(now - last if counts and last is not None else None):
             together, turns = found
@@ -219,7 +274,7 @@ def thread_calls(fleet: Fleet) -> Handles:
 
 def _can_choose(fleet: Fleet) -> bool:
     """Return whether the run has one kind of node, which all engines and ranks share, and steps enough to try."""
-    if not are_tried(fleet.config) or len(fleet.trials) != 1 or fleet.config.trainer.max_steps < RESTS:
+    if not are_tried(fleet.config) or len(fleet.trials) != 1 or fleet.config.trainer.max_steps < LEAST_STEPS:
         return False
     (node,) = fleet.trials
     return (node.engines, node.ranks) == (len(fleet.role("rollout")), len(fleet.role("trainer")))

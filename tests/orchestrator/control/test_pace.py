@@ -1,7 +1,11 @@
 """The choice between working at the same time and taking turns."""
 
 import asyncio
+import itertools
+import math
 import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,49 +13,130 @@ import pytest
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.threads import SharedNode, Threads, Trial
-from penstock.orchestrator.control.turns import RESTS, TRIED, CpuTurns, TurnChoice
+from penstock.orchestrator.control.turns import LEAST_REST, MOST_LEFT_OUT, PAIRS, TRIED, CpuTurns, TurnChoice
 from penstock.store.ledger.admission import Credits
 from tests.fakes.actors import FakeHandle
 
 SETTLES = 3
-CYCLE = SETTLES + 2 * TRIED + SETTLES
+PAIR = 2 * SETTLES + TRIED + SETTLES + TRIED
+"""Number of steps after which the first pair of blocks is complete."""
+BLOCKS = (SETTLES + 2 * TRIED) * (PAIRS - 1)
+"""Number of steps of the pairs after it."""
+LONGEST = PAIR + BLOCKS
 
 
-def ways(seconds: dict[bool, float], steps: int, noise: float = 0.02, seed: int = 0) -> list[bool]:
-    """Whether each step is made in turns, where steps take so long."""
-    pace, draws, found = TurnChoice(SETTLES), random.Random(seed), []
-    for _ in range(steps):
-        found.append(pace.takes_turns)
-        pace.note(seconds[pace.takes_turns] * (1 + noise * draws.uniform(-1, 1)))
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of steps on a machine that others use, too: 1 at the same time, `turns` in turns."""
+
+    turns: float
+    noise: float = 0.03
+    memory: float = 0.0
+    """Correlation of the noise of a step with that of the step before."""
+    drift: float = 0.0
+    outliers: float = 0.0
+    """Share of steps that take 3x as long."""
+
+    def seconds(self, seed: int) -> Iterator[Callable[[bool], float]]:
+        draws, noise = random.Random(seed), 0.0
+        for step in itertools.count():
+            noise = self.memory * noise + math.sqrt(1 - self.memory**2) * draws.gauss(0, self.noise)
+            factor = math.exp(noise + self.drift * step) * (3 if draws.random() < self.outliers else 1)
+            yield lambda way, factor=factor: factor * (self.turns if way else 1.0)
+
+
+def ways(machine: Machine, steps: int, seed: int = 0) -> list[bool]:
+    """Whether each step is made in turns."""
+    choice, found = TurnChoice(SETTLES), []
+    for seconds in itertools.islice(machine.seconds(seed), steps):
+        found.append(choice.takes_turns)
+        choice.note(seconds(choice.takes_turns))
     return found
 
 
-@pytest.mark.parametrize(("together", "turns", "expected"), [(1.0, 1.3, False), (1.3, 1.0, True), (1.0, 0.98, False)])
-def test_the_faster_way_is_kept_and_a_change_wants_a_reason(together: float, turns: float, expected: bool) -> None:
-    found = ways({False: together, True: turns}, CYCLE + RESTS)
-    assert found[: SETTLES + TRIED] == [False] * (SETTLES + TRIED)
-    assert found[SETTLES + TRIED : CYCLE] == [True] * (CYCLE - SETTLES - TRIED)
-    assert found[CYCLE:] == [expected] * RESTS
+def chosen(machine: Machine, seed: int) -> tuple[int, bool]:
+    """Number of steps of the first trial, and whether it has chosen turns."""
+    choice = TurnChoice(SETTLES)
+    for step, seconds in enumerate(machine.seconds(seed), 1):
+        if choice.note(seconds(choice.takes_turns)) is not None:
+            return step, choice.takes_turns
+    raise AssertionError("never")
 
 
-def test_the_other_way_is_tried_again_after_a_while() -> None:
-    """Responses have grown meanwhile, so that what was slower is faster."""
-    pace, found = TurnChoice(SETTLES), []
-    for step in range(3 * (CYCLE + RESTS)):
-        found.append(pace.takes_turns)
-        pace.note({False: 1.0, True: 1.3 if step < CYCLE + RESTS else 0.7}[pace.takes_turns])
+@pytest.mark.parametrize(("turns", "expected"), [(1.5, False), (0.6, True)])
+def test_one_pair_of_blocks_suffices_where_one_way_is_much_faster(turns: float, expected: bool) -> None:
+    found = ways(Machine(turns, noise=0.0), PAIR + LEAST_REST)
+    assert found[: 2 * SETTLES + TRIED] == [False] * (2 * SETTLES + TRIED)
+    assert found[2 * SETTLES + TRIED : PAIR] == [True] * (SETTLES + TRIED)
+    assert found[PAIR:] == [expected] * LEAST_REST
+
+
+def test_pairs_alternate_in_their_order_and_the_last_one_decides() -> None:
+    found = ways(Machine(0.98, noise=0.0), LONGEST + LEAST_REST)
+    runs = [(way, len([*steps])) for way, steps in itertools.groupby(found)]
+    block = SETTLES + TRIED
+    assert runs[:3] == [(False, SETTLES + block), (True, block + TRIED), (False, block + TRIED)]
+    assert runs[3] == (True, block + LEAST_REST)
+
+
+@pytest.mark.parametrize("turns", [0.85, 1 / 0.85])
+@pytest.mark.parametrize(
+    ("machine", "most_wrong"),
+    [
+        (Machine(1.0), 0),
+        (Machine(1.0, outliers=0.03), 0),
+        (Machine(1.0, drift=0.02), 0),
+        (Machine(1.0, drift=-0.02), 0),
+        (Machine(1.0, noise=0.1), 1),
+        (Machine(1.0, noise=0.1, memory=0.7, outliers=0.03), 5),
+    ],
+)
+def test_noise_outliers_and_drift_seldom_decide(machine: Machine, most_wrong: int, turns: float) -> None:
+    found = [chosen(replace(machine, turns=turns), seed) for seed in range(100)]
+    assert sum(way != (turns < 1) for _, way in found) <= most_wrong
+    assert max(steps for steps, _ in found) <= LONGEST
+
+
+@pytest.mark.parametrize("turns", [0.6, 0.85, 0.97, 1.0, 1.03, 1.2, 1.6])
+def test_trials_cost_less_than_three_hundredths_of_a_run(turns: float) -> None:
+    """Of 600 steps, the first trial included, against the faster way from the beginning."""
+    best = min(1.0, turns)
+    took = [turns if way else 1.0 for seed in range(10) for way in ways(Machine(turns, noise=0.05), 600, seed)]
+    assert sum(took) / len(took) <= 1.03 * best
+
+
+def test_longer_responses_bring_a_trial_sooner_than_the_next_one_is_due() -> None:
+    """What was slower is faster then. A step of 1 s at the same time takes 1.6 s, or 1.2 in turns."""
+    choice, found = TurnChoice(SETTLES), []
+    grow = PAIR + LEAST_REST + 2 * TRIED
+    for step in range(grow + LONGEST):
+        found.append(choice.takes_turns)
+        choice.note({False: 1.0, True: 1.5}[choice.takes_turns] if step < grow else 2.0 - 0.8 * choice.takes_turns)
+    assert not any(found[PAIR:grow])
     assert found[-1]
-    assert not any(found[CYCLE : CYCLE + RESTS])
+
+
+def test_what_was_equal_is_tried_again_and_what_was_clear_much_later() -> None:
+    def trials(turns: float) -> list[int]:
+        choice, found = TurnChoice(SETTLES), []
+        for step in range(900):
+            if choice.note(turns if choice.takes_turns else 1.0) is not None:
+                found.append(step + 1)
+        return found
+
+    alike, clear = trials(1.01), trials(2.0)
+    assert 5 <= len(alike) <= 900 // LEAST_REST
+    assert clear == [PAIR]
 
 
 def test_steps_that_had_more_to_do_do_not_count() -> None:
     """Each second step is slow for a reason of its own."""
-    pace, told = TurnChoice(SETTLES), []
-    for step in range(80):
-        if (found := pace.note(None if step % 2 else {False: 1.0, True: 1.3}[pace.takes_turns])) is not None:
+    choice, told = TurnChoice(SETTLES), []
+    for step in range(2 * LONGEST):
+        if (found := choice.note(None if step % 2 else {False: 1.0, True: 1.4}[choice.takes_turns])) is not None:
             told.append(found)
-    assert told == [(1.0, 1.3)]
-    assert not pace.takes_turns
+    assert told[0] == (1.0, 1.4)
+    assert not choice.takes_turns
 
 
 def fleet_of(engines: int = 1, tried: bool = True, **settings: Any) -> Any:
@@ -90,7 +175,7 @@ def drive(fleet: Any, seconds: dict[bool, float], steps: int, plain: bool = True
 
 def test_in_turns_each_side_has_its_threads_and_prompts_of_one_step() -> None:
     fleet = fleet_of()
-    turns, notes = drive(fleet, {False: 1.5, True: 1.0}, 1 + CYCLE)
+    turns, notes = drive(fleet, {False: 1.5, True: 1.0}, PAIR)
     assert notes == ["engines and ranks take turns on the CPUs: 1.50 s a step at the same time, 1.00 in turns"]
     assert fleet.threads == {"Rollout-0": [1], "Trainer-policy-0": [2]}
     assert turns.max_active_groups == fleet.config.trainer.groups_per_step
@@ -98,7 +183,7 @@ def test_in_turns_each_side_has_its_threads_and_prompts_of_one_step() -> None:
 
 def test_back_at_the_same_time_all_is_as_the_trial_has_found() -> None:
     fleet = fleet_of()
-    turns, notes = drive(fleet, {False: 1.0, True: 1.5}, 1 + CYCLE)
+    turns, notes = drive(fleet, {False: 1.0, True: 1.5}, PAIR)
     assert notes == [
         "engines and ranks work at the same time on the CPUs: 1.00 s a step at the same time, 1.50 in turns"
     ]
@@ -111,15 +196,24 @@ def test_a_fleet_that_was_taken_over_goes_on_in_the_way_that_it_has() -> None:
     fleet.takes_turns = True
     turns = CpuTurns(fleet, [].append)
     assert turns.max_active_groups == fleet.config.trainer.groups_per_step
-    drive(fleet, {False: 1.5, True: 1.0}, 1 + CYCLE)
+    drive(fleet, {False: 1.5, True: 1.0}, PAIR)
     assert fleet.takes_turns
     assert fleet.threads == {"Rollout-0": [1, 1], "Trainer-policy-0": [1, 2]}  # the other way was tried
 
 
 @pytest.mark.parametrize("fleet", [fleet_of(tried=False), fleet_of(engines=2), fleet_of(max_staleness=0)])
 def test_where_they_share_no_cores_or_take_turns_anyway_nothing_is_tried(fleet: Any) -> None:
-    turns, notes = drive(fleet, {False: 1.5, True: 1.0}, 3 * CYCLE)
+    turns, notes = drive(fleet, {False: 1.5, True: 1.0}, 3 * LONGEST)
     assert (turns.max_active_groups, notes) == (None, [])
+
+
+def test_steps_count_in_the_end_where_an_evaluation_follows_every_one() -> None:
+    fleet = fleet_of()
+    turns, notes = drive(fleet, {False: 1.5, True: 1.0}, MOST_LEFT_OUT - 1, plain=False)
+    assert notes == []
+    turns, notes = drive(fleet, {False: 1.5, True: 1.0}, MOST_LEFT_OUT + PAIR, plain=False)
+    assert len(notes) == 1
+    assert turns.max_active_groups == fleet.config.trainer.groups_per_step
 
 
 def test_fewer_groups_may_be_under_way_and_never_more_than_the_bound_allows() -> None:
