@@ -93,7 +93,7 @@ class RolloutCapabilities:
 ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
     "vllm": RolloutCapabilities(
         implementation="penstock.workers.rollout.engine_vllm_adapters:make",
-        on_update=("recompute", "keep"),
+        on_update=("recompute", "keep", "finish"),
         is_exact=False,
         computes_in_actor=False,
         start_s=30,
@@ -117,7 +117,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
     "scripted": RolloutCapabilities(
         implementation="penstock.workers.rollout.engine_scripted:make",
         has_model=False,
-        on_update=("recompute", "keep"),
+        on_update=("recompute", "keep", "finish"),
         computes_in_actor=False,
     ),
 }

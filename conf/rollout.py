@@ -11,7 +11,7 @@ from penstock.conf.errors import ConfigError
 LIMITS = ("length", "turns", "tokens", "context", "time")
 """Limits that truncate: a response by its longest length, and attempts in environments by any of them."""
 TRUNCATED = ("train", "mask", "drop")
-ON_UPDATE = ("recompute", "keep")
+ON_UPDATE = ("recompute", "keep", "finish")
 HIGHEST_TEMPERATURE = 2.0
 """Highest temperature that vLLM takes."""
 LOWEST_TEMPERATURE = 0.01
@@ -171,7 +171,9 @@ class RolloutConfig:
     """What becomes of sequences under way when an engine loads new weights (with max_staleness=0 there are none).
     recompute: their tokens so far are read again, so that the next ones are sampled as if the new weights had read all
     of it. keep: they keep the KV cache that older weights have made, which saves that time; tokens after the load then
-    count for `lag/*`, not `mismatch/*`. auto: recompute with vLLM, keep with rollout.engine=hf, which knows nothing
+    count for `lag/*`, not `mismatch/*`. finish: one engine after the other takes no more groups, finishes those that it
+    has, and then loads, so that all tokens of a sequence are of one version; the version counts as served once all have
+    it. auto: recompute with vLLM, keep with rollout.engine=hf, which knows nothing
     else."""
     router_replay: bool = False
     """True: the trainer sends each token to the experts that the engine sent it to (2510.11370). By rounding alone its

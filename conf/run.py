@@ -184,6 +184,11 @@ class RunConfig:
         return sharing == "always" or not self.trainer.compile
 
     @property
+    @property
+    def finishes_sequences(self) -> bool:
+        """True if an engine finishes its sequences before it loads new weights."""
+        return self.rollout.update_mode == "finish" and self.max_staleness > 0
+
     def old_turns_are_context(self) -> bool:
         return self.environment.name is not None and self.environment.old_turns == "context"
 
@@ -298,6 +303,7 @@ def validate(config: RunConfig) -> None:
 def _check_replay(config: RunConfig) -> None:
     """Check that rows are young enough to be trained again."""
     replay, taken = config.replay_staleness, config.window_staleness
+    _check_finishes(config)
     if replay + taken > config.max_staleness:
         beside = f" beside the {taken} of store.window={config.store.window}" if taken else ""
         raise ConfigError(
@@ -341,6 +347,23 @@ def _check_gpus(config: RunConfig) -> None:
     gpus, size = config.rollout.num_gpus_per_worker, config.rollout.tensor_parallel_size
     key = f"rollout.num_gpus_per_worker={gpus:g}"
     if gpus > 1:
+def _check_finishes(config: RunConfig) -> None:
+    """Check that engines can load new weights one after the other."""
+    if not config.finishes_sequences:
+        return
+    key = "rollout.on_update=finish: engines take new weights one after the other, and"
+    if config.rollout.num_workers == 1:
+        raise ConfigError(
+            f"{key} rollout.num_workers=1 would stand still until its longest sequence has ended. Set "
+            "rollout.num_workers=2 or more, or rollout.on_update=recompute."
+        )
+    if not replaces_members(config):
+        raise ConfigError(
+            f"{key} weights.transport={config.weights.transport} streams them to all at once. Use "
+            "weights.transport=shm, or rollout.on_update=recompute."
+        )
+
+
         raise ConfigError(
             f"{key}: each of an engine's processes computes on one GPU, and rollout.tensor_parallel_size={size} of "
             f"them would use {size}. For engines of {math.ceil(gpus)} GPUs set rollout.num_gpus_per_worker=1 and "

@@ -270,6 +270,9 @@ class WeightSync:
         """True if new ranks can take the place of lost ones. Streams connect ranks and engines at the start alone."""
         self._relays: WeightRelays | None = None
         self._newest: Delivery | None = None
+        self.update: Callable[[Handles], Awaitable[None]] | None = None
+        """Function by which engines take the newest version, where they finish their sequences first
+        (`rollout.on_update=finish`); None: they load it at once."""
         """The delivery that engines load, or have loaded, last."""
         self.loaded: dict[str, float] = {}
         """Time at which each engine had loaded it, in seconds since the epoch, by name."""
@@ -340,6 +343,9 @@ class WeightSync:
             self.loaded = {}
             calls = [
                 (name, self._timed(name, delivery.version, handle.load.remote(delivery, self._epoch)))
+            if self.update is not None:
+                await self.update(engines)
+                engines = []
                 for name, handle in engines
             ]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
@@ -382,6 +388,7 @@ class WeightSync:
                 self.serving |= dict.fromkeys((name for name, _ in members), loaded.version)
             except WeightError:
                 if loaded is self._newest:
+                self.loaded |= dict.fromkeys((name for name, _ in members), time.time())
                     raise  # else its file has been used again meanwhile
 
     async def _wait_until_reached(self, members: Handles) -> None:

@@ -99,6 +99,8 @@ class Controller:
         self.loans = EngineLoans(fleet, config, self._weights.catch_up, self._engines.tell)
         self._observer = Observer(
             context, self._recovery, self._watch, lambda: self._loop.weights_state(), self._counters, sinks
+        if config.finishes_sequences:
+            self._weights.update = self.loans.update
         )
         self._loop = self._make_loop(context)
         self._saving = CheckpointWriter(context)

@@ -73,6 +73,12 @@ class EngineLoans:
         replaced."""
         await asyncio.gather(*(self._give_back(name, handle) for name, handle in engines))
 
+    async def update(self, engines: Handles) -> None:
+        """Have engines load the newest version one after the other, each once it has done what it holds, while all
+        others work on. For a caller that holds `serving`."""
+        for name, _ in engines:
+            await self.give_back(await self.drain(await self._take([name])))
+
     def end(self, engines: Handles) -> None:
         """End lent engines that do not answer: others take their places."""
         self._fleet.remove([name for name, handle in engines if self._is_lent(name, handle)])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from penstock.conf.algorithms import GrpoConfig
@@ -96,6 +98,15 @@ def test_an_update_mode_that_an_engine_does_not_know_is_refused_with_what_it_kno
         RolloutConfig(engine="hf", on_update="recompute")
     with pytest.raises(ConfigError, match=r"rollout\.on_update=kept: unknown; did you mean 'keep'"):
         RolloutConfig(on_update="kept")
+
+
+def test_engines_that_finish_their_sequences_first_are_several() -> None:
+    finishing = RolloutConfig(on_update="finish")
+    validate(config(rollout=finishing, max_staleness=0))  # nothing is under way when weights change
+    validate(config(rollout=replace(finishing, num_workers=2), max_staleness=1))
+    message = r"on_update=finish: .*num_workers=1 would stand still.*num_workers=2 or more, or rollout.on_update=recomp"
+    with pytest.raises(ConfigError, match=message):
+        validate(config(rollout=finishing, max_staleness=1))
 
 
 @pytest.mark.parametrize("trainer", [{"compile": True}, {"sequence_parallel_size": 2, "num_ranks": 2}])

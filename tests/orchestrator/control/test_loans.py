@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.workers.protocols import Publication
+from penstock.workers.rollout.engine_scripted import ScriptedEngine
 from tests.amounts import amount
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
@@ -51,6 +53,39 @@ async def kill(fleet: ScriptedFleet, random: Random) -> None:
     while True:
         await asyncio.sleep(random.expovariate(1 / 15.0))
         fleet.strike(random.choice([name for name, _ in [*fleet.role("rollout"), *fleet.lent()]] or ["nobody"]))
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(6)))
+def test_engines_that_finish_first_load_without_a_sequence_and_one_by_one(
+    max_staleness: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, random = config_of(tmp_path, "rollout.on_update=finish", f"max_staleness={max_staleness}"), Random(seed)
+    fleets, seen, load = list[ScriptedFleet](), list[int](), ScriptedEngine.load
+
+    async def checked(engine: ScriptedEngine, publication: Publication) -> None:
+        assert engine.sampled().num_in_flight == 0
+        seen.append(len(fleets[0].role("rollout")))
+        await load(engine, publication)
+
+    async def main() -> dict[str, float]:
+        flow = flow_of(config)
+        fleets.append(ScriptedFleet(store_of(config, flow), config, flow, random))
+        directory = RunDirectory.create(config)
+        killing = asyncio.ensure_future(kill(fleets[0], random) if seed % 2 else asyncio.sleep(1e9))
+        await asyncio.wait_for(controller_over(fleets[0], config, directory).run(), 1e6)
+        killing.cancel()
+        directory.close()
+        return await fleets[0].store.stats()
+
+    monkeypatch.setattr(ScriptedEngine, "load", checked)
+    numbers = run_virtually(main())
+    assert numbers["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
+    assert max(line.get("staleness/max", 0) for line in metrics_of(tmp_path / "run")) <= max_staleness
+    assert len(seen) >= 3 * NUM_STEPS
+    if not seed % 2:  # without deaths three of the four engines work on
+        assert set(seen) == {3}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])

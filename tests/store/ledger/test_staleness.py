@@ -1,6 +1,8 @@
 """The staleness contract, on a simulated cluster: engines that straggle, die silently or noisily, take new weights in
 the middle of a response, one after the other; a trainer of any speed; nodes that are gone with finished work; a store
-that is restarted from a snapshot; engines that are lent to an evaluation, and keep their version meanwhile.
+that is restarted from a snapshot; engines that are lent to an evaluation, and keep their version meanwhile. Whether
+a response that goes on under new weights is read again or keeps its cache (`rollout.on_update`), its tokens have the
+same versions; with `finish` engines end it first.
 
 Time is simulated and the ledger is strict, so a violation raises where it happens. Bounds are as a run has them: with
 `S + ceil((window - 1) / P) <= max_staleness` nothing is ever evicted, however the dice fall.
@@ -48,10 +50,15 @@ class Cluster:
 
     def __init__(
         self, random: Random, groups_per_step: int, window: int, slack: int, num_engines: int, lends: float = 0.0,
-        lent_lease: bool = False,
+        lent_lease: bool = False, finishes: bool = False,
     ) -> None:  # fmt: skip
-        """`lends`: share of updates after which engines are lent. `lent_lease`: they go on leasing, as none may."""
-        self.random, self.lends, self.lent_lease = random, lends, lent_lease
+        """`lends`: share of updates after which engines are lent. `lent_lease`: they go on leasing, as none may.
+        `finishes`: each ends its response before it takes new weights, one after the other."""
+        self.random, self.lends, self.lent_lease, self.finishes = random, lends, lent_lease, finishes
+        self.updating: list[Engine] = []
+        """Engines that have not taken the newest version that one has, with `finishes`."""
+        self.mixed = 0
+        """Number of responses whose tokens are of several versions."""
         self.num_lent = 0
         behind = math.ceil((window - 1) / groups_per_step)
         self.spec = make_spec(
@@ -124,6 +131,7 @@ class Cluster:
         if engine.lives != life:
             return
         engine.lease = None
+        self.mixed += engine.version != engine.oldest
         try:
             kept = self.driver.write(lease, "rollout", rows, engine.oldest, self.now)
         except LeaseExpired:
@@ -173,7 +181,10 @@ class Cluster:
         self.is_training = False
         self.trained += 1
         version = self.newest = self.trained
-        for engine in self.engines:  # in flight: each at a time of its own, in the middle of whatever it does
+        if self.finishes and not self.updating:
+            self.updating = list(self.engines)
+            self.update()
+        for engine in [] if self.finishes else self.engines:  # in flight, in the middle of whatever each does
             self.after(self.random.uniform(0.0, 2.0), lambda engine=engine: self.load(engine, version))
         if self.random.random() < self.lends:
             self.after(self.random.uniform(0.0, 3.0), self.lend)
@@ -195,6 +206,22 @@ class Cluster:
         if not engine.is_lent:
             engine.version = max(engine.version, version)
         self.announce()
+
+    def update(self) -> None:
+        """The first of the engines that are to take the newest version takes no more groups, and loads once it has
+        ended its own; then the next one."""
+        engine = self.updating[0]
+        engine.is_lent = True
+        if engine.lease is not None:
+            self.after(0.5, self.update)
+            return
+        engine.version, engine.is_lent = self.newest, False
+        self.updating = self.updating[1:]
+        self.announce()
+        if not self.updating and self.served < self.newest:
+            self.updating = list(self.engines)
+        if self.updating:
+            self.after(self.random.uniform(0.0, 2.0), self.update)
 
     def announce(self) -> None:
         """A version counts as served once every engine that leases serves it."""
@@ -257,6 +284,25 @@ def test_an_engine_that_leased_on_while_it_is_lent_would_break_the_bound() -> No
         cluster.run()
 
 
+@settings(max_examples=amount(25, many=3000), deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups_per_step=st.integers(1, 4),
+    window=st.integers(1, 6),
+    slack=st.integers(0, 3),
+    num_engines=st.integers(2, 6),
+)
+def test_engines_that_finish_before_they_load_make_no_token_too_old_nor_mixed(
+    seed: int, groups_per_step: int, window: int, slack: int, num_engines: int
+) -> None:
+    cluster = Cluster(Random(seed), groups_per_step, window, slack, num_engines, finishes=True)
+    cluster.run()
+    assert cluster.mixed == 0
+    assert max(cluster.staleness) <= cluster.spec.max_staleness
+    assert cluster.ledger.counters["dropped/stale"] == 0
+    assert cluster.ledger.counters["rows_trained"] == len(cluster.staleness)
+
+
 def test_the_bound_is_reached_and_so_not_looser_than_it_need_be() -> None:
     worst = dict.fromkeys((0, 1, 2), 0)
     for slack in worst:
@@ -265,3 +311,4 @@ def test_the_bound_is_reached_and_so_not_looser_than_it_need_be() -> None:
             cluster.run()
             worst[slack] = max(worst[slack], *cluster.staleness)
     assert worst == {0: 0, 1: 1, 2: 2}
+    assert cluster.mixed
