@@ -121,10 +121,10 @@ SOCKETS = {
     # AF_UNIX, AF_INET and AF_INET6; streams and datagrams, with whatever flags; no protocol, TCP or UDP. Others have
     # the kernel load modules.
     "socket=41/198": (((0, ~0, (1, 2, 10)), (1, 0xF, (1, 2)), (2, ~0, (0, 6, 17))),),
-    # SOL_SOCKET: addresses, keep-alive, buffers, credentials, timeouts, no filters. TCP: no delay, cork, keep-alive.
+    # SOL_SOCKET: addresses, keep-alive, credentials, timeouts; no filters or buffers. TCP: no delay, cork, keep-alive.
     # IPV6_V6ONLY.
     "setsockopt=54/208": (
-        ((1, ~0, (1,)), (2, ~0, (2, 6, 7, 8, 9, 13, 15, 16, 20, 21))),
+        ((1, ~0, (1,)), (2, ~0, (2, 6, 9, 13, 15, 16, 20, 21))),
         ((1, ~0, (6,)), (2, ~0, (1, 3, 4, 5, 6, 12, 18))),
         ((1, ~0, (41,)), (2, ~0, (26,))),
     ),

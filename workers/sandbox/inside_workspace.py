@@ -388,8 +388,12 @@ def is_same(one: str, other: str) -> bool:
 
 
 def is_protected(path: str, protected: list[str]) -> bool:
-    """Return whether a name in the path matches, or the path itself is listed."""
-    return path in protected or any(fnmatch.fnmatchcase(part, name) for part in path.split("/") for name in protected)
+    """Return whether a name in the path matches, or the path or a directory above it is listed."""
+    parts = path.split("/")
+    above = {"/".join(parts[:number]) for number in range(1, len(parts) + 1)}
+    return not above.isdisjoint(protected) or any(
+        fnmatch.fnmatchcase(part, name) for part in parts for name in protected
+    )
 
 
 def protected_below(path: str, protected: list[str]) -> Iterator[str]:
