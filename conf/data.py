@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.conf.checks import AUTO, above, at_least, check_bounds, one_of
+from penstock.conf.checks import AUTO, above, at_least, auto_or_number, check_bounds, one_of
 from penstock.conf.errors import ConfigError
 
 ENVIRONMENT = "environment"
@@ -204,6 +204,10 @@ class EvaluationConfig:
     """Evaluate every so many steps, and at the start and the end of the run. 0: never."""
     num_problems: int = 200
     """Most problems that are measured, the first ones. 200 tell 50% from 60%, and cost little beside a step."""
+    share: int | str = AUTO
+    """Engines that are lent to an evaluation where max_staleness > 0: they keep the version that is measured, and the
+    rest goes on sampling. auto: as few as are done before the next evaluation, by the time that the last one took; at
+    least one is left over. Where there is one engine, the next version waits for the evaluation."""
     num_samples: int = 0
     """Number k of samples of each problem beside the greedy response, by rollout.sampling, for accuracy/heldout_avg@k
     (the share that is right) and accuracy/heldout_pass@k (problems of which one is right at least). They show what a
@@ -231,6 +235,8 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         one_of("evaluation.overlap", self.overlap, ("drop", "allow"))
+        if not auto_or_number("evaluation.share", self.share):
+            at_least("evaluation.share", self.share, 1)
         check_bounds(self, "evaluation", every_steps=0, num_problems=1, num_samples=0, stop_at_accuracy=(0, 1))
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "heldout":

@@ -26,6 +26,7 @@ from penstock.conf.weights import (
     replaces_members,
     scorers_share_gpus,
     shares_gpus,
+    takes_newcomers,
 )
 
 
@@ -184,11 +185,11 @@ class RunConfig:
         return sharing == "always" or not self.trainer.compile
 
     @property
-    @property
     def finishes_sequences(self) -> bool:
         """True if an engine finishes its sequences before it loads new weights."""
         return self.rollout.update_mode == "finish" and self.max_staleness > 0
 
+    @property
     def old_turns_are_context(self) -> bool:
         return self.environment.name is not None and self.environment.old_turns == "context"
 
@@ -209,6 +210,11 @@ class RunConfig:
         """Return whether the policy is evaluated after this step."""
         every = self.evaluation.every_steps
         return every > 0 and (step % every == 0 or step == self.trainer.max_steps)
+
+    @property
+    def evaluates_beside(self) -> bool:
+        """True if training goes on while a version is evaluated: engines keep it that are not needed for the next."""
+        return self.max_staleness > 0 and takes_newcomers(self) and self.evaluation.stop_at_accuracy is None
 
     @property
     def saves_evaluated(self) -> bool:
@@ -297,13 +303,13 @@ def validate(config: RunConfig) -> None:
             f"{config.trainer.sequence_parallel_size}. Set trainer.compile=false and trainer.sequence_parallel_size=1."
         )
     choose_transport(config)
+    _check_finishes(config)
     _check_gpus(config)
 
 
 def _check_replay(config: RunConfig) -> None:
     """Check that rows are young enough to be trained again."""
     replay, taken = config.replay_staleness, config.window_staleness
-    _check_finishes(config)
     if replay + taken > config.max_staleness:
         beside = f" beside the {taken} of store.window={config.store.window}" if taken else ""
         raise ConfigError(
@@ -341,12 +347,6 @@ def _check_keep_best(config: RunConfig) -> None:
         )
 
 
-def _check_gpus(config: RunConfig) -> None:
-    """Check that every process of an engine can have the GPU that it is promised: Ray gives an actor whole ones, or a
-    part of one."""
-    gpus, size = config.rollout.num_gpus_per_worker, config.rollout.tensor_parallel_size
-    key = f"rollout.num_gpus_per_worker={gpus:g}"
-    if gpus > 1:
 def _check_finishes(config: RunConfig) -> None:
     """Check that engines can load new weights one after the other."""
     if not config.finishes_sequences:
@@ -364,6 +364,12 @@ def _check_finishes(config: RunConfig) -> None:
         )
 
 
+def _check_gpus(config: RunConfig) -> None:
+    """Check that every process of an engine can have the GPU that it is promised: Ray gives an actor whole ones, or a
+    part of one."""
+    gpus, size = config.rollout.num_gpus_per_worker, config.rollout.tensor_parallel_size
+    key = f"rollout.num_gpus_per_worker={gpus:g}"
+    if gpus > 1:
         raise ConfigError(
             f"{key}: each of an engine's processes computes on one GPU, and rollout.tensor_parallel_size={size} of "
             f"them would use {size}. For engines of {math.ceil(gpus)} GPUs set rollout.num_gpus_per_worker=1 and "

@@ -124,6 +124,8 @@ class Completion:
     routed_experts: bytes = b""
     """Experts of every token that the engine read, the prompt's first: all but the last one of the response. A record
     each (`routed_experts.py`). Empty without `rollout.router_replay`."""
+    num_cached: int | None = None
+    """Tokens of the prompt that the engine had in its prefix cache; None: it does not say."""
 
     @property
     def is_finite(self) -> bool:
@@ -144,6 +146,8 @@ class Publication:
     directory: str
     version: int
     num_bytes: int = 0
+    checksum: int = 0
+    """Sum modulo 2^128 of the hashes of its ranges: of those that one rank wrote, or of all. 0: it is not known."""
 
 
 @dataclass(frozen=True)
@@ -158,15 +162,30 @@ class SamplingProgress:
     """Tokens that the samples in flight have so far."""
     num_waiting: int = 0
     """Samples among those in flight that wait for room in the engine's own queue."""
-
-
-@dataclass(frozen=True)
-class AdapterLimits:
     paused_s: float = 0.0
     """Seconds since the start in which samples stood still while weights were exchanged."""
     num_read_again: int = 0
     """Tokens since the start that were prefilled a second time: of samples that lost their KV cache, to new weights or
     for want of room."""
+
+
+@dataclass(frozen=True)
+class KvLoad:
+    """The load of an engine's KV memory."""
+
+    num_fitting: float
+    """Number of sequences of the full length, `rollout.max_model_len`, that fit at once."""
+    usage: float
+    """Share of the memory that running samples use, 0 to 1. What is kept of ended ones is free."""
+    num_running: int
+    num_waiting: int
+    """Numbers of samples."""
+    num_preempted: int
+    """Samples since the start that had to give their memory to others, and are read again."""
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
     """The room for adapters that an engine serves side by side, by names of their own (`AdapterEngine`)."""
 
     max_rank: int
@@ -253,6 +272,8 @@ class UpdateReport:
     num_tokens: int = 0
     """Response tokens of this rank's rows."""
     seconds: dict[str, float] = field(default_factory=dict)
+    norms: tuple[float, ...] = ()
+    """Gradient norm of each optimizer step, before clipping: the same on each rank."""
 
 
 class Trainer(Protocol):

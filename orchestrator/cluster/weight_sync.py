@@ -18,6 +18,7 @@ deadlines.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, WorkerDied
@@ -269,10 +270,10 @@ class WeightSync:
         self.can_reconnect = replaces_members(config) or not self.has_engines
         """True if new ranks can take the place of lost ones. Streams connect ranks and engines at the start alone."""
         self._relays: WeightRelays | None = None
-        self._newest: Delivery | None = None
         self.update: Callable[[Handles], Awaitable[None]] | None = None
         """Function by which engines take the newest version, where they finish their sequences first
         (`rollout.on_update=finish`); None: they load it at once."""
+        self._newest: Delivery | None = None
         """The delivery that engines load, or have loaded, last."""
         self.loaded: dict[str, float] = {}
         """Time at which each engine had loaded it, in seconds since the epoch, by name."""
@@ -322,7 +323,8 @@ class WeightSync:
         if not self._streams:
             arguments = version, self._epoch
             publications = await self._all(self._trainers, "finish_publishing", arguments, phase, SYNC_PHASES)
-            return cast(Delivery, publications[0])
+            checksum = sum(publication.checksum for publication in publications) % 2**128
+            return replace(cast(Publication, publications[0]), checksum=checksum)
         delivery = cast(Delivery, (await self._all(self._trainers, "prepare", (version,), phase))[0])
         calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]
         calls += [(name, handle.load.remote(delivery)) for name, handle in self._engines]
@@ -341,11 +343,11 @@ class WeightSync:
             self._newest = delivery
             phase = f"load version {delivery.version}"
             self.loaded = {}
-            calls = [
-                (name, self._timed(name, delivery.version, handle.load.remote(delivery, self._epoch)))
             if self.update is not None:
                 await self.update(engines)
                 engines = []
+            calls = [
+                (name, self._timed(name, delivery.version, handle.load.remote(delivery, self._epoch)))
                 for name, handle in engines
             ]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
@@ -386,9 +388,9 @@ class WeightSync:
                 phase = f"load version {loaded.version}"
                 await self._all(members, "load", (loaded, self._epoch), phase, SYNC_PHASES)
                 self.serving |= dict.fromkeys((name for name, _ in members), loaded.version)
+                self.loaded |= dict.fromkeys((name for name, _ in members), time.time())
             except WeightError:
                 if loaded is self._newest:
-                self.loaded |= dict.fromkeys((name for name, _ in members), time.time())
                     raise  # else its file has been used again meanwhile
 
     async def _wait_until_reached(self, members: Handles) -> None:

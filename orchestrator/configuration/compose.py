@@ -9,7 +9,7 @@ objects once, here. Every fault is a `ConfigError` of one sentence.
 import glob
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from operator import attrgetter
@@ -108,6 +108,25 @@ def compose_run(words: list[Override], algorithm: type[AlgorithmConfig] | None =
     make_paths_absolute(config, recipe.directory)
     validate(config)
     vars(config)[_GIVEN] = own_keys(recipe).union(word.key for word in words), _planned_values(config)
+    return config
+
+
+def restore_config(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration of which `to_yaml` has written these values. Raises `ConfigError`, also for those of a version
+    with other keys."""
+    section = values.get("algorithm")
+    name = str(section.get("name")) if isinstance(section, Mapping) else DEFAULT_ALGORITHM
+    for file in values.get("imports") or ():
+        load_file(Path(file), "imports")
+    if name not in known_algorithms():
+        raise ConfigError(f"algorithm={name}: unknown{suggest(name, known_algorithms())}")
+    tree = OmegaConf.structured(RunConfig)
+    tree.algorithm = OmegaConf.structured(known_algorithms()[name])
+    try:
+        config = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(tree, values)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"a configuration of another version of Penstock: {error}") from None
+    validate(config)
     return config
 
 

@@ -32,6 +32,7 @@ from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves,
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.engine_probe import EngineProbe
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
+from penstock.orchestrator.control.evaluations import LOST, Evaluations
 from penstock.orchestrator.control.loans import EngineLoans
 from penstock.orchestrator.control.members import EngineDirectory, Membership, catch_up_by_role
 from penstock.orchestrator.control.observer import Observer
@@ -40,7 +41,8 @@ from penstock.orchestrator.control.scaling import AutoscalerFollower, ScalingLis
 from penstock.orchestrator.control.step_loop import StepLoop, StepResult, known_result
 from penstock.orchestrator.control.turns import CpuTurns, DeviceTurns
 from penstock.orchestrator.observability.reporting.metrics import joined, update_metrics
-from penstock.orchestrator.observability.reporting.sinks import Sink
+from penstock.orchestrator.observability.reporting.sinks import Sink, end_run
+from penstock.orchestrator.observability.reporting.trackers import OF_STEP
 from penstock.orchestrator.recovery.decisions import RunFaults
 from penstock.orchestrator.recovery.liveness import Watch
 from penstock.orchestrator.recovery.memory_checkpoints import MemoryCheckpoints
@@ -97,10 +99,11 @@ class Controller:
         self.members = Membership(context, self._recovery, catch_up_by_role(config, self._weights), wanted)
         self._engines = EngineDirectory(fleet)
         self.loans = EngineLoans(fleet, config, self._weights.catch_up, self._engines.tell)
-        self._observer = Observer(
-            context, self._recovery, self._watch, lambda: self._loop.weights_state(), self._counters, sinks
+        self._evaluations = Evaluations(context, evaluator, self.loans, self._report_evaluation)
         if config.finishes_sequences:
             self._weights.update = self.loans.update
+        self._observer = Observer(
+            context, self._recovery, self._watch, lambda: self._loop.weights_state(), self._counters, sinks
         )
         self._loop = self._make_loop(context)
         self._saving = CheckpointWriter(context)
@@ -159,6 +162,7 @@ class Controller:
             watching.cancel()
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
+        self._evaluations.start(tasks)
         await (self._weights.connect() if self._taken is None else self._loop.retry(self._weights.connect))
         if self._before:
             await self._catch_up()
@@ -199,6 +203,7 @@ class Controller:
             await self._pace.after(time.monotonic(), is_plain=is_plain)
         if finishing is not None:
             await finishing
+        await self._evaluations.finish()
         await self._observer.finish()
         done, is_over = self.outcome.num_steps, self._stop or self.outcome.num_steps == self.config.trainer.max_steps
         if (self._stop or self._preemption.is_due) and done and self._saving.is_due(done, is_last=True):
@@ -237,6 +242,7 @@ class Controller:
         await self._loop.publish(self._before)
         await self._loop.load(await self._loop.seal())
         await self._loop.report_served(self._before)
+        await self._evaluations.resume(self._before)
 
     def _report_copies_ended(self, reason: str) -> None:
         self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
@@ -277,6 +283,7 @@ class Controller:
             sealing = beside.create_task(held_back(self._loop.seal()))
         delivery = sealing.result()
         phases["publish"] += time.monotonic() - started
+        await self._evaluations.before_load()
         async with self.loans.serving:
             phases["publish"] += await self._loop.load(delivery)
             evaluated, evaluation_s = await self._evaluate_if_due(step)  # of one version: prompts come after it
@@ -284,11 +291,20 @@ class Controller:
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         measured = probing.result() | evaluated
         self.outcome.last_metrics = await self._observer.written(step, reports, phases, measured)
+        self._stop = self._stop or end_run(self.sinks)
         self._journal.written(step)
         self.outcome.num_steps = step
+        if step == self._before:  # the command before had not finished it
+            await self._evaluations.resume(step - 1)
+        if self._evaluates(step) and self._evaluations.is_beside(step):
+            self._saving.await_score(step)
+            await self._evaluations.begin(step)
+            await self._handover.keep()
 
     def _counters(self) -> dict[str, float]:
         counters = self._restarts.metrics() | self.directory.failed_writes.metrics()
+        if self._evaluations.is_beside(0):
+            counters[LOST] = float(self._evaluations.num_lost)
         if self.config.checkpoint.every_steps:
             counters["checkpoint/failed"] = float(self._saving.failed)
         return counters
@@ -299,7 +315,23 @@ class Controller:
             return
         self.progress.phase("evaluating the model as it is")
         evaluated, seconds = await self._evaluate()
-        self._observer.emit(0, {"step": 0, "policy_version": 0, **evaluated, "timing_s/evaluation": seconds})
+        self._evaluations.measured_before(seconds)
+        self._emit_evaluation(0, evaluated, seconds)
+
+    def _report_evaluation(self, step: int, evaluated: Mapping[str, float], seconds: float) -> None:
+        """Report what was measured of a version while later steps were trained; empty if that is lost."""
+        self._saving.scored(step, evaluated)
+        if not evaluated:
+            lost = {OF_STEP: step, LOST: float(self._evaluations.num_lost)}
+            self._observer.emit(step, {"step": step, "policy_version": step, **lost})
+            return
+        self.outcome.accuracies.append(evaluated[HELDOUT])
+        self._emit_evaluation(step, evaluated, seconds)
+
+    def _emit_evaluation(self, step: int, evaluated: Mapping[str, float], seconds: float) -> None:
+        of_step = {OF_STEP: step} if self._evaluations.is_beside(0) else {}
+        measured = {**of_step, **evaluated, "timing_s/evaluation": seconds}
+        self._observer.emit(step, {"step": step, "policy_version": step, **measured})
 
     def _evaluates(self, step: int) -> bool:
         return self.evaluator is not None and self.config.evaluates(step)
@@ -310,10 +342,11 @@ class Controller:
         return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(step)
 
     async def _evaluate_if_due(self, step: int) -> tuple[dict[str, float], float]:
-        if not self._evaluates(step):
+        if not self._evaluates(step) or self._evaluations.is_beside(step):
             return {}, 0.0
         evaluated, seconds = await self._evaluate()
         self._saving.scored(step, evaluated)
+        evaluated |= {OF_STEP: step} if self._evaluations.is_beside(0) else {}
         accuracy, goal = evaluated[HELDOUT], self.config.evaluation.stop_at_accuracy
         if self._has_reached(evaluated) and step < self.config.trainer.max_steps:
             self._stop = True

@@ -63,6 +63,7 @@ from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.control.evaluation import Evaluator
 from penstock.orchestrator.control.turns import thread_calls
 from penstock.orchestrator.observability.actor_logs import Logs, end_fleet
+from penstock.orchestrator.observability.manifest import ManifestWriter
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import Sink
 from penstock.orchestrator.recovery.decisions import RunFaults
@@ -173,7 +174,8 @@ class RunLifecycle:
             try_threads(fleet, self._directory)
             self._directory.event("serving", seconds=round(time.monotonic() - began, 3))
             self._return.done()
-            yield fleet
+            with ManifestWriter(fleet, self._config, self._model_path, self._directory).writing():
+                yield fleet
         except TakenOver:
             is_taken = True
             raise

@@ -29,6 +29,7 @@ from penstock.orchestrator.recovery.restart import Recovery
 from penstock.orchestrator.run_context import RunContext
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.step_report import StepReport
+from penstock.workers.weights.engine_calls import Delivery
 
 
 class Observer:
@@ -101,6 +102,10 @@ class Observer:
     def updated(self, step: int, reports: Sequence[StepReport], end: float) -> None:
         """Note that all ranks have made the step's update, at `end`."""
         self._trace.updated(step, reports, end)
+
+    def published(self, delivery: Delivery) -> None:
+        """Note that a version of the weights is sealed."""
+        self._log.published(delivery)
 
     async def sample(self, step: int, reports: Sequence[StepReport]) -> None:
         """Write the step's samples, before the next step is trained: the store has its rows until then."""

@@ -272,6 +272,7 @@ class StepLoop:
 
     async def _seal(self, version: int) -> None:
         self._delivery = await self.retry(lambda: self._weights.finish(version))
+        self._observer.published(self._delivery)
         self._unsealed = None
         self._is_sealed.set()
 

@@ -511,7 +511,9 @@ class Supervisor:
         """Run a member's pull loop. It ends when the store closes or the member was asked to leave, and not before. One
         that is lent runs again once it is back."""
         while True:
-            while self._fleet.is_lent(name) and not self._closing:
+            while self._fleet.is_lent(name):
+                if self._closing:
+                    return
                 await asyncio.sleep(LOOK_S)
             num_loans = self._fleet.num_loans(name)
             if (handle := self._fleet.handle_of(name)) is None:

@@ -11,6 +11,7 @@
     trackers/       their ids of the run      wandb/          files of W&B
     pictures/       those that samples name (`picture_folder.py`)
     run_id          distinguishes runs of the same name
+    manifest.json   what decides its bits   code.patch      local changes of the code (`observability/manifest.py`)
     states/         those that a session's loop has saved (`loops/session_policy.py`)
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
@@ -69,7 +70,7 @@ RUN_ID = "run_id"
 MADE_AT_START = (
     "config.yaml", EVENTS, "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
     "resumed_store", "resumed_models", "tensorboard", "trackers", "wandb", METRICS, RECORD, SPANS, STATE, LOGS,
-    "threads.json", "pictures", RUN_ID,
+    "threads.json", "pictures", RUN_ID, "manifest.json", "code.patch",
 )  # fmt: skip
 """Names of what may be there of a run that has no results yet."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -392,7 +393,11 @@ class RunDirectory:
         return values if isinstance(values, dict) else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.metrics_file)
+        """The metrics of each step. What came later, such as its evaluation's, is in a line of its own in the file."""
+        lines: dict[Any, dict[str, Any]] = {}
+        for line in read_lines(self.metrics_file):
+            lines.setdefault(line.get("step"), {}).update(line)
+        return list(lines.values())
 
     def read_events(self) -> list[dict[str, Any]]:
         return read_lines(self.events_file)

@@ -7,7 +7,9 @@ rollout workers do, and write what they have sampled. Members die and are replac
 An engine, and what it is interrupted for:
 
     groups arrive ─▶ read their prompts ─▶ decode ─▶ a sequence ends ─▶ … the last of a group: its samples are done
-    a version comes ─▶ the step under way ends ─▶ pause, load ─▶ decode on
+    a version comes ─▶ the step under way ends ─▶ pause, load ─▶ read all sequences again (recompute) ─▶ decode on
+                                                               └─▶ decode on (keep)
+                       it takes no more groups (finish), and loads once it has ended those it has; then the next engine
 
 There is an event only where what is decoded changes. Between two of them the engine makes so many steps as the shortest
 sequence has left; how long they take follows from the first and the last of them, since a step's time grows evenly with
@@ -77,8 +79,13 @@ class SimulatedEngine:
         version: int,
         finished: Callable[["SimulatedEngine", SampledGroup], None],
         loaded: Callable[["SimulatedEngine", int], None],
+        recomputes: bool = True,
     ) -> None:
+        """`recomputes`: sequences under way are read again under new weights."""
         self.name, self.version = name, version
+        self._recomputes, self._reads_again = recomputes, False
+        self.num_read_again = 0
+        """Tokens that were read a second time."""
         self.num_tokens = 0
         self.groups: dict[tuple[int, int], SampledGroup] = {}
         """Groups under way, by lease and group."""
@@ -195,6 +202,12 @@ class SimulatedEngine:
         if self._due is not None:
             self._state = LOADING
             self._at(now + self._durations.sync().paused_s, 0)
+        elif self._reads_again:
+            self._state, self._reads_again = READING, False
+            groups = {group.key: group for _, _, group in self._ends}.values()
+            shared = sum((group.num_left - 1) * group.prompt_tokens for group in groups)
+            self.num_read_again += self._context - shared
+            self._at(now + self._durations.prefill_s(self._context - shared), 0)
         elif self._arrived:
             self._state, self._read, self._arrived = READING, self._arrived, []
             self._at(now + self._durations.prefill_s(sum(group.prompt_tokens for group in self._read)), 0)
@@ -246,6 +259,7 @@ class SimulatedEngine:
         self._switches = [*self._switches[kept:], (self._step, self.version)]
         if self._switches[-2][0] == self._step:
             del self._switches[-2]
+        self._reads_again = self._recomputes and bool(self._ends)
         self._loaded(self, self.version)
 
     def _purge(self) -> None:
@@ -304,6 +318,7 @@ class SimulatedEngines:
     def __init__(
         self, durations: Sequence[Durations], columns: Mapping[str, Sequence[str]], max_groups: int,
         store: SimulatedStore, samples: SimulatedSamples, changes: FleetChanges, random: Random,
+        on_update: str = "recompute",
     ) -> None:  # fmt: skip
         """`durations`: of each engine; those that join are as the last one. `columns`: that each stage of engines
         writes, first the rollout's. `max_groups`: of one engine at a time."""
@@ -328,6 +343,10 @@ class SimulatedEngines:
         self._served: Callable[[], None] | None = None
         self._loading: set[str] = set()
         self._load_began = 0.0
+        self._on_update = on_update
+        self._finishing: str | None = None
+        """The engine that finishes its groups before it loads, and below those that come after it."""
+        self._waiting: list[str] = []
         self._starting: set[str] = set()
         """Engines that load the newest version before they ask."""
         self._asking: set[tuple[str, str]] = set()
@@ -345,10 +364,26 @@ class SimulatedEngines:
         """Have every engine load a version. `served`: called once all that are there have it."""
         self.newest, self._served, self._loading = version, served, set(self.there) - self.lent
         self._load_began = self._clock.now
-        for name, engine in list(self.there.items()):
-            if name in self._loading:
-                engine.load(version)
+        if self._on_update == "finish":
+            self._waiting = sorted(self._loading)
+            self._load_next()
+        else:
+            for name, engine in list(self.there.items()):
+                if name in self._loading:
+                    engine.load(version)
         self._look()
+
+    def _load_next(self) -> None:
+        """Have the next engine take no more groups, and load once it has finished those that it has."""
+        self._finishing = self._waiting.pop(0) if self._waiting else None
+        if self._finishing is not None:
+            self._asking -= {(self._finishing, stage) for stage in self._columns}
+            self._store.retire(self._client(self._finishing))
+            self._load_if_finished(self.there[self._finishing])
+
+    def _load_if_finished(self, engine: SimulatedEngine) -> None:
+        if engine.name == self._finishing and not engine.groups:
+            engine.load(self.newest)
 
     def lend(self, names: Sequence[str]) -> None:
         """Give these engines no more groups; `on_spare` says when they have finished those that they have."""
@@ -376,7 +411,7 @@ class SimulatedEngines:
     def _ask(self, engine: SimulatedEngine) -> None:
         """Ask for as many groups as there is room for, unless it has asked."""
         most = self._max_groups
-        if len(engine.groups) >= most or engine.name in self.lent:
+        if len(engine.groups) >= most or engine.name in self.lent or engine.name == self._finishing:
             return
         for stage in self._columns:
             if (engine.name, stage) not in self._asking:
@@ -413,12 +448,14 @@ class SimulatedEngines:
         self._store.write(sampled.lease, sampled.stage, sampled.rows, columns, facts)
         self.on_finished(engine, sampled)
         self._ask(engine)
+        self._load_if_finished(engine)
 
     def _superseded(self, client: str, lease: int, group: int) -> None:
         """Another engine has sampled the group."""
         engine = self.there.get(client.partition(".")[0])
         if engine is not None and engine.abort(lease, group) is not None:
             self._ask(engine)
+            self._load_if_finished(engine)
 
     # Weights.
 
@@ -427,6 +464,9 @@ class SimulatedEngines:
             self.on_spare(engine.name)
         if engine.name in self._starting:
             self._starting.discard(engine.name)
+            self._ask(engine)
+        if engine.name == self._finishing:
+            self._load_next()
             self._ask(engine)
         if engine.name in self._loading and version >= self.newest:
             self._loading.discard(engine.name)
@@ -446,7 +486,8 @@ class SimulatedEngines:
     def _made(self, name: str) -> SimulatedEngine:
         self._incarnations[name] = self._incarnations.get(name, -1) + 1
         durations = self._durations[min(int(name.rpartition("-")[2]), len(self._durations) - 1)]
-        engine = SimulatedEngine(name, durations, self._clock, self.newest, self._finished, self._loaded)
+        recomputes = self._on_update == "recompute"
+        engine = SimulatedEngine(name, durations, self._clock, self.newest, self._finished, self._loaded, recomputes)
         self.there[name] = engine
         if self._changes.mean_s:
             lives_s = self._random.expovariate(1 / self._changes.mean_s)
@@ -464,6 +505,9 @@ class SimulatedEngines:
         self.on_change("lost", name)
         self.lent.discard(name)
         self.on_spare(name)
+        self._waiting = [other for other in self._waiting if other != name]
+        if name == self._finishing:
+            self._load_next()
         self._loading.discard(name)
         self._look()
         self._clock.at(self._clock.now + self._changes.replaced_s, self._replace, name)

@@ -235,7 +235,8 @@ class Simulation:
         durations = self.engine_durations or [self.durations] * rollout.least_workers
         columns = {stage.name: tuple(column.name for column in stage.writes) for stage in stages}
         max_groups = max(1, rollout.max_concurrent_samples // self.flow.samples_per_prompt)
-        return SimulatedEngines(durations, columns, max_groups, self.store, self.samples, self.changes, random)
+        mode = rollout.update_mode if self.config.max_staleness else "keep"
+        return SimulatedEngines(durations, columns, max_groups, self.store, self.samples, self.changes, random, mode)
 
     def _make_evaluation(self) -> SimulatedEvaluation | None:
         """Put evaluation between the trainer and the engines."""

@@ -119,6 +119,9 @@ class Rollout(Member):
     async def run(self, store: Any) -> None:
         await self._serving.run(store)
 
+    async def version(self) -> int:
+        return await self.engine.version()
+
     async def retire(self) -> None:
         await self._pause(0.5)
         await self._serving.retire()
@@ -537,12 +540,13 @@ def controller_over(
     wanted: dict[str, int] | None = None,
     taken: TakeoverPoint | None = None,
     meters: Meters | None = None,
+    evaluator: Any = None,
 ) -> Controller:
     """`sinks`: hear of each step before metrics.jsonl does. `wanted`: before this controller."""
     progress = ProgressDisplay(config, "run", console=Console(file=io.StringIO(), quiet=True))
     directory.failed_writes.set_printer(progress.note)
     sinks = [*sinks, JsonLines(directory)]
-    more = {"wanted": wanted, "taken": taken, "meters": meters}
+    more = {"wanted": wanted, "taken": taken, "meters": meters, "evaluator": evaluator}
     context = RunContext.of(config, fleet, directory, progress)  # type: ignore[arg-type]
     return Controller(context, sinks, **more)
 

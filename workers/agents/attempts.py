@@ -19,7 +19,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +66,7 @@ from penstock.workers.runtime.async_tasks import (
 from penstock.workers.runtime.serving import ErrorShare
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.sandbox.workspace import LIMITS, Workspace, Workspaces
 
 GRACE_S = 5.0
 """Seconds for an attempt that is cancelled to end; after that it is left running."""
@@ -120,6 +121,7 @@ class AttemptRunner:
         self._places = asyncio.Semaphore(config.max_attempts)
         self.counts = counts if counts is not None else Counter()
         self._sandboxes: dict[Limits, Sandbox] = {}
+        self._workspaces: Workspaces | None = None
         self.num_in_flight = self.num_done = 0
         """Numbers of attempts."""
 
@@ -140,7 +142,7 @@ class AttemptRunner:
         """Play it once. None: it is to be played again, unless this was the last time."""
         sampler = self.make_sampler(sampling)
         base_url, key = self._keys.admit(sampler)
-        ctx = Context(sampler, base_url, key, self._toolbox, self._sandbox, self.counts)
+        ctx = Context(sampler, base_url, key, self._toolbox, self._sandbox, self._workspace, self.counts)
         self.num_in_flight += 1
         began = time.perf_counter()
         try:
@@ -264,9 +266,11 @@ class AttemptRunner:
         silence_failure(playing)
 
     async def close(self) -> None:
-        """Close the environment, and the sandboxes that it has used."""
+        """Close the environment, and the sandboxes and workspaces that it has used."""
         for sandbox in self._sandboxes.values():
             sandbox.close()
+        if self._workspaces is not None:
+            await self._workspaces.close()
         if hasattr(self.environment, "aclose"):
             await run_contained(call_user_code(self.environment.aclose))
 
@@ -275,6 +279,13 @@ class AttemptRunner:
         if limits not in self._sandboxes:
             self._sandboxes[limits] = Sandbox(limits, num_workers=self._config.sandbox.num_workers)
         return self._sandboxes[limits]
+
+    def _workspace(
+        self, *arguments: Any, limits: Limits | None, **options: Any
+    ) -> AbstractAsyncContextManager[Workspace]:
+        self._workspaces = self._workspaces or Workspaces()
+        limits = limits or replace(LIMITS, require_cgroup=self._config.sandbox.require_cgroup)
+        return self._workspaces.open(*arguments, limits=limits, **options)
 
     def _toolbox(self, tools: Any) -> Toolbox:
         return Toolbox(tools, self._config, self._threads, self.counts)

@@ -20,8 +20,10 @@ weights or batches. `environment.name` names a registered one, `file.py:Class` o
 import importlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +37,7 @@ from penstock.workers.agents.toolbox import Toolbox
 from penstock.workers.agents.trajectory import Turn
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.sandbox.workspace import Workspace
 from penstock.workers.user_code import find_function, import_file
 
 T = TypeVar("T")
@@ -119,11 +122,13 @@ class Context:
         api_key: str,
         make_toolbox: Callable[[Any], Toolbox],
         make_sandbox: Callable[[Limits | None], Sandbox],
+        make_workspace: Callable[..., AbstractAsyncContextManager[Workspace]],
         counts: Counter[str] | None = None,
     ) -> None:
         """`counts`: counters of the whole actor, for metrics."""
         self._sampler = sampler
         self._make_toolbox, self._make_sandbox = make_toolbox, make_sandbox
+        self._make_workspace = make_workspace
         self._counts = counts if counts is not None else Counter()
         self._toolboxes: dict[tuple[int, ...], tuple[Any, Toolbox]] = {}
         self.base_url = base_url
@@ -165,6 +170,21 @@ class Context:
         """Return a sandbox for code that the model wrote: `await ctx.sandbox().run_python(code)`. `limits`: other than
         those of environment.sandbox. All attempts of an actor share its workers, and nothing else."""
         return self._make_sandbox(limits)
+
+    def workspace(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        at: str = "/workspace",
+        show: Sequence[str | os.PathLike[str]] = (),
+        variables: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> AbstractAsyncContextManager[Workspace]:
+        """Open a copy-on-write tree for commands that the model wrote, one after the other and with state:
+        `async with ctx.workspace("repository.tar.gz") as ws: await ws.run("ls")`. `source`: a directory or an archive,
+        unpacked once a node. `at`: its directory inside. `show`: paths of this machine that commands may read.
+        `variables`: of their environment. `limits`: other than those of `workspace.LIMITS`."""
+        return self._make_workspace(source, at=at, show=show, variables=variables, limits=limits)
 
     def reward(self, value: float, turn: Turn | None = None) -> None:
         """Add to the attempt's reward; with `turn`, to that turn's. Raises `ValueError` for what is no finite

@@ -1,9 +1,11 @@
 """`Prompts`: the Ray shell around the dataset; it admits groups to the store as the store has credits for them."""
 
+import asyncio
 from functools import partial
 
 from penstock.conf.run import RunConfig
 from penstock.store.client.store_client import StoreClient
+from penstock.workers.prompts.data_identity import DataIdentity
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.runtime.serving import Progress, ServingActor
@@ -44,6 +46,12 @@ class Prompts(ServingActor):
         """The place where a run continues whose store has had so many groups (`StoreClient.cut`)."""
         assert self._source is not None
         return self._source.start_after(num_groups)
+
+    async def identity(self) -> DataIdentity:
+        """Return the identity of the rows."""
+        source = self._source
+        assert source is not None
+        return await asyncio.to_thread(lambda: source.identity)
 
     async def progress(self) -> Progress:
         """Number of groups drawn. May be called at any time."""

@@ -10,12 +10,13 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.conf.errors import WorkerDied
 from penstock.metering.meters import Meters
 from penstock.workers.pictures.prompt_pictures import PromptPictures
-from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling, SamplingProgress
+from penstock.workers.protocols import Completion, EngineSpec, KvLoad, Publication, Sampling, SamplingProgress
+from penstock.workers.rollout.scripted_memory import MemoryModel, MemoryScheduler
 
 Length = Callable[[Sequence[int], int], int]
 """Function from `(prompt_ids, sample_index)` to the number of response tokens."""
@@ -47,9 +48,10 @@ class ScriptedEngine:
         length: Length | None = None,
         vocab_size: int = 96,
         version: int = 0,
+        memory: MemoryModel | None = None,
     ) -> None:
         """`length`: response tokens, capped by `max_tokens`; default: `max_tokens` always. Ids are below
-        `vocab_size`."""
+        `vocab_size`. `memory`: what it decodes in, which then decides how long it takes; None: there is no limit."""
         self._time = time_model or TimeModel()
         self._length = length
         self._vocab_size = vocab_size
@@ -58,6 +60,7 @@ class ScriptedEngine:
         self._num_tokens = 0
         self._in_flight: dict[object, tuple[float, list[int]]] = {}
         """Time when a group began, and the lengths of its samples."""
+        self._scheduler = None if memory is None else MemoryScheduler(memory, lambda: self._versions[-1])
         self._closed = False
         self._awake = asyncio.Event()
         self._awake.set()
@@ -72,19 +75,29 @@ class ScriptedEngine:
         await self._awake.wait()
         started = asyncio.get_running_loop().time() + self._time.latency_s
         lengths = [self._length_of(prompt_ids, index, sampling) for index in range(num_samples)]
+        completions = [self._complete(prompt_ids, index, lengths[index], sampling) for index in range(num_samples)]
         group = object()
         self._in_flight[group] = started, lengths
         try:
-            await asyncio.sleep(self._time.latency_s + max(lengths) / self._time.tokens_per_s)
+            if self._scheduler is None:
+                await asyncio.sleep(self._time.latency_s + max(lengths) / self._time.tokens_per_s)
+                completions = [self._dated(one, started) for one in completions]
+            else:
+                completions = await self._scheduled(prompt_ids, completions, sampling, self._scheduler)
         finally:
             del self._in_flight[group]
         self._check_open()
         self._num_tokens += sum(lengths)
-        return [self._complete(prompt_ids, index, lengths[index], sampling, started) for index in range(num_samples)]
+        return completions
+
+    def kv_load(self) -> KvLoad | None:
+        return self._scheduler.load() if self._scheduler is not None else None
 
     async def load(self, publication: Publication) -> None:
         self._check_open()
         await asyncio.sleep(self._time.load_s)
+        if self._scheduler is not None:
+            self._scheduler.cache.forget()
         self._versions.append(publication.version)
         self._since.append(asyncio.get_running_loop().time())
 
@@ -127,16 +140,29 @@ class ScriptedEngine:
             return sampling.max_tokens
         return min(sampling.max_tokens, max(0, self._length(prompt_ids, index if sampling.temperature else 0)))
 
-    def _complete(
-        self, prompt_ids: Sequence[int], index: int, num_tokens: int, sampling: Sampling, started: float
-    ) -> Completion:
+    async def _scheduled(
+        self, prompt_ids: Sequence[int], completions: Sequence[Completion], sampling: Sampling, by: MemoryScheduler
+    ) -> list[Completion]:
+        """The completions once the memory has had room for them."""
+        calls = (by.answer(prompt_ids, completion.token_ids, sampling.priority) for completion in completions)
+        requests = await asyncio.gather(*calls)
+        return [
+            replace(completion, versions=request.versions, num_cached=request.num_cached)
+            for completion, request in zip(completions, requests, strict=True)
+        ]
+
+    def _dated(self, completion: Completion, started: float) -> Completion:
+        """The completion with the versions of tokens that are sampled at an even rate from `started` on."""
+        step_s = 1 / self._time.tokens_per_s
+        times = (started + j * step_s for j in range(len(completion.token_ids)))
+        return replace(completion, versions=[self._versions[bisect_right(self._since, at) - 1] for at in times])
+
+    def _complete(self, prompt_ids: Sequence[int], index: int, num_tokens: int, sampling: Sampling) -> Completion:
         seed = "greedy" if sampling.temperature == 0 else (sampling.seed or 0) + index
         token_ids = self._tokens(f"{list(prompt_ids)}/{seed}", num_tokens)
-        step_s = 1 / self._time.tokens_per_s
-        versions = [self._versions[bisect_right(self._since, started + j * step_s) - 1] for j in range(num_tokens)]
         logprob = 0.0 if sampling.temperature == 0 else -math.log(self._vocab_size)
         reason = "length" if num_tokens == sampling.max_tokens else "stop"
-        return Completion(token_ids, [logprob] * num_tokens, versions, " ".join(map(str, token_ids)), reason)
+        return Completion(token_ids, [logprob] * num_tokens, [], " ".join(map(str, token_ids)), reason)
 
     def _tokens(self, key: str, num_tokens: int) -> list[int]:
         stream = hashlib.shake_128(key.encode()).digest(4 * num_tokens)

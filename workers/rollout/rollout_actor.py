@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from penstock.conf.capabilities import ROLLOUT_ENGINES, names_with
 from penstock.conf.errors import ConfigError, WorkerDied
@@ -35,6 +35,7 @@ from penstock.workers.protocols import (
 from penstock.workers.rollout.rollout_engines import EngineMeter, ThreadedEngine, make_engine, seconds_per_token
 from penstock.workers.rollout.rollout_worker import PAUSED, READ_AGAIN, GroupIntake, RolloutWorker, fault_of
 from penstock.workers.runtime.async_tasks import run_all
+from penstock.workers.runtime.numerics import numerics
 from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, Progress, ServingActor
 from penstock.workers.weights.engine_calls import Delivery, Info, ReceivingEngine, StreamPart
 
@@ -261,6 +262,10 @@ class Rollout(ServingActor):
     async def use_threads(self, num_threads: int) -> None:
         """Compute with this number of threads from now on."""
         await self._engine.use_threads(num_threads)
+
+    async def numerics(self) -> dict[str, Any]:
+        """Return what decides the bits that this process computes."""
+        return await asyncio.to_thread(numerics)
 
     async def version(self) -> int:
         return await self._engine.version()

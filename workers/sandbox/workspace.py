@@ -274,7 +274,8 @@ class Workspaces:
                     f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
                     "files of its own. Show a path that lies elsewhere."
                 )
-        tree = await self._tree(Path(source))
+        with time_limit_paused():
+            tree = await self._tree(Path(source))
         view = WorkspaceView(tree.path, at, shown)
         async with await self.opened(WorkspaceSpec(view, limits, dict(variables or {}))) as workspace:
             yield workspace

@@ -169,6 +169,7 @@ def assemble_trainer(
         note=meter.note,
     )
     worker.probe_temperature = spec.temperature if spec.probes and ranks.rank == 0 else None
+    worker.hash_of_weights = None if spec.publishes else trainer.hash_of_weights
     worker.after_step = spec.after_step
     return TrainerParts(trainer, state, memory_checkpoint, worker)
 

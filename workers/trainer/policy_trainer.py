@@ -69,7 +69,7 @@ from penstock.workers.trainer.update.minibatches import Batcher, LossSignature, 
 from penstock.workers.trainer.update.picture_places import Pictures
 from penstock.workers.trainer.update.tally import Tally, TokenAges, add_mismatch, with_shares
 from penstock.workers.weights.chain.plan import ChunkPlan
-from penstock.workers.weights.piece import Piece
+from penstock.workers.weights.piece import Piece, hash_of_pieces
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class PolicyTrainer:
             norms.append(self._optimizer_step(params, seconds))
         self.num_updates += 1
         metrics = self._metrics(first, minibatches) | self._step_metrics(params, norms)
-        return self._report(rows, metrics, seconds, started)
+        return replace(self._report(rows, metrics, seconds, started), norms=tuple(norms))
 
     def forward_backward(self, rows: Rows, loss: Loss) -> UpdateReport:
         """Run forward and backward over the union of all ranks' rows, in one minibatch; weights stay as they are, and
@@ -408,6 +408,12 @@ class PolicyTrainer:
         the same plan on every rank."""
         with self._phase("planning of publications"):
             return self.publisher.plan_chunks(node, num_receivers)
+
+    def hash_of_weights(self) -> int:
+        """Hash of this rank's part of what is trained (`row_hashes.py`). Collective."""
+        pieces = self.engine.adapter_pieces() if self.config.lora.rank else self.engine.pieces()
+        with self._phase("hash of the weights"):
+            return hash_of_pieces(pieces)
 
     def _published(self) -> Iterator[Piece]:
         """Pieces that engines are sent. Collective."""

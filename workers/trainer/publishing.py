@@ -321,7 +321,8 @@ class Publisher:
             if ranks.rank == 0:
                 seal(directory, version, layout, ranks.num_ranks)
         ranks.barrier(group)
-        return Publication(str(publication_directory(directory, version)), version, layout.num_bytes)
+        path = str(publication_directory(directory, version))
+        return Publication(path, version, layout.num_bytes, writing.checksum)
 
 
 class _VersionWriter:
@@ -348,6 +349,11 @@ class _VersionWriter:
         outlet = NO_OUTLET if self._reporter is None else self._reporter.outlet
         ranks = self._ranks
         return PublicationWriter(self.directory, self.version, self.layout, ranks.rank, ranks.num_ranks, outlet)
+
+    @property
+    def checksum(self) -> int:
+        """See `Publication.checksum`, once all is written."""
+        return self._writer.checksum
 
     def take(self, piece: Piece) -> None:
         """Write values that are in host memory, and copy those on a device. They may change then."""

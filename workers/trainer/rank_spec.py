@@ -70,6 +70,9 @@ class TrainerSpec(RankSpec):
     slot, and is trained as `config` says."""
     max_staleness: int = 0
     """Largest staleness of a token, in versions."""
+    publishes: bool = True
+    """True if versions of its weights lie in shared memory, with checksums. False: each step's report has a hash of
+    them."""
     keeps_caches: bool = False
     """True if engines sample on from old caches under new weights (`rollout.on_update=keep`)."""
     probes: bool = False

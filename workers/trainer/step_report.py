@@ -86,6 +86,8 @@ class StepReport:
     an earlier report has said why not."""
     probe: tuple[ProbeRow, ...] = ()
     """Rows for engines to score again (`probe.py`); of one rank, in runs that ask for them."""
+    hashes: dict[str, int] = field(default_factory=dict)
+    """Hashes of this rank's share of the step, by quantity; added over ranks they are the step's (`row_hashes.py`)."""
 
 
 @dataclass(frozen=True)

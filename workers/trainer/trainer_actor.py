@@ -39,6 +39,7 @@ from penstock.workers.protocols import (
     UpdateReport,
 )
 from penstock.workers.runtime.builds import check_torch_build, hide_gpus
+from penstock.workers.runtime.numerics import numerics
 from penstock.workers.runtime.processes import (
     ProcessId,
     keep_compiled,
@@ -101,6 +102,10 @@ class _Rank:
     def process(self, stacks: str) -> ProcessId:
         """Return the identity of this process. From now on a signal writes its stacks below `stacks`."""
         return register(stacks)
+
+    def numerics(self) -> dict[str, Any]:
+        """Return what decides the bits that this process computes."""
+        return numerics(self._spec.attention)
 
     def gpus(self) -> list[str]:
         """Numbers of the GPUs that Ray has given this rank."""

@@ -16,7 +16,7 @@ Legend: _N rows (samples) of this rank.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -33,6 +33,7 @@ from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.probe import ProbeRecorder
+from penstock.workers.trainer.row_hashes import hash_of_norms, row_hashes
 from penstock.workers.trainer.step_report import StepReport, TokenValues, TrainedRows
 from penstock.workers.trainer.token_recorder import TokenRecorder, with_places
 
@@ -182,9 +183,11 @@ class TrainerWorker:
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
         reports. Rows that are trained again do not count."""
-        self._reports_rows = ranks.reports_rows
+        self._reports_rows, self._rank = ranks.reports_rows, ranks.rank
         self.probe_temperature: float | None = None
         """Sampling temperature of rows that steps report for engines to score again; None: they report none."""
+        self.hash_of_weights: Callable[[], int] | None = None
+        """Function that hashes this rank's part of the weights, collective; None: publications have checksums."""
         self._preparation = preparation
         self._without_old = without_old
         self._checkpoint = checkpoint
@@ -224,8 +227,7 @@ class TrainerWorker:
         if lease is None:
             return None
         leased = time.perf_counter()
-        self.num_in_flight = len(lease.rows)
-        leased_rows = lease.rows
+        leased_rows, self.num_in_flight = lease.rows, len(lease.rows)
         if self._without_old is not None:
             leased_rows = self._without_old(with_places(leased_rows) if recorder else leased_rows, lease.version)
         if self._reports_rows:
@@ -259,10 +261,21 @@ class TrainerWorker:
             lease.share if self._reports_rows else None,
             no_memory_checkpoint,
             probe.rows(rows) if probe is not None else (),
+            self._hashes(rows, [*report.norms, critic_metrics.get("critic/grad_norm", 0.0)]),
         )
         if self._note is not None:
             self._note(made, leased_rows)
         return made
+
+    def _hashes(self, rows: Rows, norms: Sequence[float]) -> dict[str, int]:
+        """The hashes of this rank's share of the step. Rank 0 reports the norms, which are the same on each. Collective
+        where weights are hashed."""
+        found = row_hashes(rows) if self._reports_rows else {}
+        if self._rank == 0:
+            found["gradients"] = hash_of_norms(norms)
+        if self.hash_of_weights is not None:
+            found["weights"] = self.hash_of_weights()
+        return found
 
     def _prepare(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
         """The rows with what stages of the trainer add, and these stages' metrics."""

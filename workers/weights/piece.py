@@ -14,10 +14,13 @@ Checkpoints are of boxes alone: `boxes` makes them of runs, too.
 """
 
 import math
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+import xxhash
 from torch import Tensor
 
 from penstock.conf.errors import WeightError
@@ -27,6 +30,8 @@ Span = tuple[int, int]
 Corner = tuple[int, ...]
 """Index of a box's first element in the full tensor, a number a dim."""
 Extents = tuple[int, ...]
+CHUNK = 2**24
+"""Elements of a tensor on a device that are hashed at a time."""
 
 
 @dataclass(frozen=True)
@@ -149,3 +154,35 @@ def gather_spans(pieces: Iterable[Piece], dtype: str, gather: Callable[[Any], li
             )
         tensors.append(TensorSpans(name, shape, own_dtype, spans))
     return tensors
+
+
+def hash_of_pieces(pieces: Iterable[Piece]) -> int:
+    """The sum of the hashes of a rank's pieces of the weights, for runs that write no publication. Values on a device
+    are multiplied by odd numbers that depend on their places and summed there, modulo 2^64."""
+    total, on_device = 0, []
+    for piece in pieces:
+        place = f"{piece.name} {piece.first} {piece.values.numel()} ".encode()
+        values = piece.values.detach().contiguous().reshape(-1)
+        if values.device.type == "cpu":
+            digest = xxhash.xxh3_128(place)
+            digest.update(values.view(torch.uint8).numpy().data)
+            total += digest.intdigest()
+        elif len(values):
+            on_device.append((place, mixed_sum(values)))
+    if on_device:
+        sums = torch.stack([found for _, found in on_device]).tolist()  # one transfer
+        for (place, _), found in zip(on_device, sums, strict=True):
+            total += xxhash.xxh3_128_intdigest(place + struct.pack("<q", found))
+    return int(total % 2**128)
+
+
+def mixed_sum(values: Tensor) -> Tensor:
+    """The sum of all elements' bits, each multiplied by an odd number of its place, `[]` int64 on the values' device.
+    Integer sums wrap, so that their order does not matter. `values`: `[n]`."""
+    bits = values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, len(bits), CHUNK):
+        part = bits[start : start + CHUNK].long()
+        places = torch.arange(start, start + len(part), device=values.device)
+        total += ((part + 1) * (places * 0x9E3779B97F4A7C1 | 1)).sum()
+    return total

@@ -225,7 +225,8 @@ class ActorMaker:
         config, stage = self._config, self._flow.stage(str(actor.stage))
         assert stage.function is not None  # `Dataflow.check` has seen to it
         states = f"{self._root}/{STATES}/{POLICY}"
-        are_replaced = replaces_members(config) or not any(other.role == "rollout" for other in self._table.plan)
+        has_engines = any(other.role == "rollout" for other in self._table.plan)
+        are_replaced = replaces_members(config) or not has_engines
         return TrainerSpec(
             model_path=self.local(actor.name, self._model_path),
             loss=stage.function,
@@ -242,6 +243,7 @@ class ActorMaker:
             max_staleness=config.max_staleness,
             leaves_out_old=config.old_turns_are_context,
             keeps_caches=config.rollout.keeps_caches,
+            publishes=has_engines and replaces_members(config),
             probes=probes_engines(config, self._flow),
             **self._of_rank(actor, stage),
         )

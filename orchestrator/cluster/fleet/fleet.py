@@ -498,7 +498,7 @@ class Fleet(MemberTable):
         return self._threads_of(self.plan_of(name))
 
     def _threads_of(self, actor: ActorPlan) -> int:
-        chosen = {node: trial.alone if self.takes_turns else trial.threads for node, trial in self.trials.items()}
+        chosen = {node: trial.alone(node) if self.takes_turns else trial.threads for node, trial in self.trials.items()}
         return threads_of(actor, self.plan, self.reservation.assignment, self.cores, self.config, chosen)
 
     def agent_of(self, name: str) -> tuple[str, Any] | None:

@@ -53,10 +53,12 @@ class Trial:
     engine_s: Mapping[int, float]
     rank_s: Mapping[int, float]
 
-    @property
-    def alone(self) -> Threads:
-        """The numbers of threads with which each side is fastest while the other one waits."""
-        return Threads(*(_fewest(seconds) for seconds in (self.engine_s, self.rank_s)))
+    def alone(self, node: SharedNode) -> Threads:
+        """The numbers of threads with which each side is fastest while the other one waits. One engine was measured,
+        and all ranks together: more threads of engines than cores share these."""
+        crowds = {count: max(1.0, count * node.engines / node.cores) for count in self.engine_s}
+        engine_s = {count: seconds * crowds[count] for count, seconds in self.engine_s.items()}
+        return Threads(_fewest(engine_s), _fewest(self.rank_s))
 
 
 Chosen = Mapping[SharedNode, Threads]

@@ -19,6 +19,8 @@ PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 REWARDS = "rewards_N"
 GROUPS = "rollout/groups/"
 """Beginning of the names of metrics that end with an engine's name."""
+HASH = "hash/"
+"""Beginning of the names of a step's hashes (`workers/trainer/row_hashes.py`)."""
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """Quantiles that are told of what differs from sample to sample."""
 
@@ -152,6 +154,15 @@ def rank_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
         "ranks/forward_s_slowest": float(forward[slowest]),
         "ranks/forward_s_others": float(np.median(np.delete(forward, slowest))),
     } | spread
+
+
+def hash_metrics(hashes: Mapping[str, int]) -> dict[str, str]:
+    """Hashes of a step by quantity, 32 hexadecimal digits each.
+
+    >>> hash_metrics({"tokens": 255})
+    {'hash/tokens': '000000000000000000000000000000ff'}
+    """
+    return {f"{HASH}{name}": f"{value:032x}" for name, value in hashes.items()}
 
 
 def time_metrics(rows: TrainedRows, times: StepTimes) -> dict[str, float]:

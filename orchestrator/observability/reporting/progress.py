@@ -214,7 +214,7 @@ class ProgressDisplay:
         with self._lock:
             self.current_step = max(step, self.current_step)
             self._steps.update(self._all_steps, completed=self.current_step)
-            self.metrics.update(metrics)
+            self.metrics |= {**metrics, "step": self.current_step}  # an evaluation's line is of an earlier step
             for name, values in self.history.items():
                 if is_number(metrics.get(name)):
                     values.append(float(metrics[name]))

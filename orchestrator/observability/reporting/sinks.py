@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.conf.run import RunConfig
 from penstock.conf.tracking import TrackingConfig
@@ -36,6 +36,20 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class EndingSink(Sink, Protocol):
+    """A sink that can end the run."""
+
+    @property
+    def is_over(self) -> bool:
+        """True once no step is needed after the one that was logged last."""
+
+
+def end_run(sinks: Iterable[Sink]) -> bool:
+    """Return whether a sink ends the run."""
+    return any(isinstance(sink, EndingSink) and sink.is_over for sink in sinks)
 
 
 def log_to(sinks: Iterable[Sink], step: int, metrics: Mapping[str, Any], failed_writes: FailedWrites) -> None:

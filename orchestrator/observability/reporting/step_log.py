@@ -14,6 +14,7 @@ from penstock.orchestrator.cluster.ray_calls import Kind, kind_of
 from penstock.orchestrator.observability.reporting.metrics import (
     GROUPS,
     StepTimes,
+    hash_metrics,
     joined,
     rank_metrics,
     step_metrics,
@@ -21,10 +22,13 @@ from penstock.orchestrator.observability.reporting.metrics import (
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.workers.protocols import Publication
 from penstock.workers.reward.reward_worker import LOGGED_COUNT, LOGGED_SUM
-from penstock.workers.trainer.step_report import StepReport
-
 from penstock.workers.rollout.rollout_worker import PAUSED, READ_AGAIN
+from penstock.workers.trainer.row_hashes import added
+from penstock.workers.trainer.step_report import StepReport
+from penstock.workers.weights.engine_calls import Delivery
+
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""
 Counters = Mapping[str, float]
@@ -55,6 +59,13 @@ class StepLog:
         self._usage, self._stats, self._counters = Usage(fleet, flow), stats, counters
         self._directory, self._progress, self._sinks = directory, progress, sinks
         self._began = 0.0
+        self._weights: dict[int, int] = {}
+        """Hash of the weights of each version whose step is not written yet."""
+
+    def published(self, delivery: Delivery) -> None:
+        """Note a version that is sealed, whose line comes later."""
+        if isinstance(delivery, Publication) and delivery.checksum:
+            self._weights[delivery.version] = delivery.checksum
 
     def begin(self) -> None:
         self._began = time.time()
@@ -79,6 +90,9 @@ class StepLog:
             busy_s={"train": train_s} | ({"rollout": usage.seconds["rollout"]} if "rollout" in usage.seconds else {}),
         )
         self._began = now
+        published = {"weights": self._weights[step]} if step in self._weights else {}
+        self._weights = {version: found for version, found in self._weights.items() if version > step}
+        hashes = added([*(report.hashes for report in reports), published])
         metrics = step_metrics(
             step,
             step,
@@ -88,7 +102,7 @@ class StepLog:
             store={**store, **self._counters()},
             generated_length_mean=usage.generated_length_mean,
             evaluated=evaluated,
-        )
+        ) | hash_metrics(hashes)
         self.emit(step, metrics)
         return metrics
 
@@ -109,6 +123,8 @@ class StepUsage:
     """Metrics `rollout/groups/<engine>` and `rollout/groups_spread`, since the process began."""
     members: dict[str, float] = field(default_factory=dict)
     """Metrics `rollout/num_engines` and `reward/num_workers`: numbers of present members."""
+    updates: dict[str, float] = field(default_factory=dict)
+    """Metrics `rollout/paused_s`, of the mean engine, and `rollout/prefilled_again`, of all, since the last step."""
     environment: dict[str, float] = field(default_factory=dict)
     """Metrics `environment/<count>`: counts since the last step, over all environments."""
     logged: dict[str, float] = field(default_factory=dict)
@@ -123,8 +139,6 @@ class Usage:
         # Engines and rewards may be there for evaluation alone.
         self._roles = [role for role in PHASES if role not in ("rollout", "reward") or flow.of_kind(role)]
         self._last: dict[str, Counters] = defaultdict(dict)
-    updates: dict[str, float] = field(default_factory=dict)
-    """Metrics `rollout/paused_s`, of the mean engine, and `rollout/prefilled_again`, of all, since the last step."""
         self._groups: dict[str, float] = defaultdict(float)
         """Groups sampled by each engine, and by those before it in its place."""
         self._throughout: set[str] = set()
@@ -142,6 +156,7 @@ class Usage:
         dropped: dict[str, float] = {}
         seconds: dict[str, list[float]] = {PHASES[role]: [] for role, _, _ in asked if role in PHASES}
         environment: dict[str, float] = {}
+        updates: dict[str, list[float]] = defaultdict(list)
         logged: dict[str, float] = defaultdict(float)
         tokens = samples = 0.0
         for (role, name, _), now in zip(asked, answers, strict=True):
@@ -156,10 +171,11 @@ class Usage:
             self._last[name] = now
             if "busy_s" in now:
                 seconds[PHASES[role]].append(gained["busy_s"])
-        updates: dict[str, list[float]] = defaultdict(list)
             tokens += gained.get("tokens", 0.0)
             samples += gained.get("samples", 0.0)
             for key, count in gained.items():
+                if key in (PAUSED, READ_AGAIN):
+                    updates[key].append(count)
                 if key.startswith("environment/"):
                     environment[key] = environment.get(key, 0.0) + count
                 if key.startswith((LOGGED_SUM, LOGGED_COUNT)):
@@ -173,9 +189,8 @@ class Usage:
             dropped,
             group_metrics(self._groups, self._throughout),
             {key: float(sum(role == other for other, _, _ in asked)) for role, key in COUNTS.items() if role in roles},
+            {key: sum(counts) / (len(counts) if key == PAUSED else 1) for key, counts in updates.items()},
             environment,
-                if key in (PAUSED, READ_AGAIN):
-                    updates[key].append(count)
             means_of_logged(logged),
         )
 
@@ -189,7 +204,6 @@ def gained_since(before: Counters, now: Counters) -> Counters:
     numbers = {key: value for key, value in now.items() if isinstance(value, int | float)}
     gained = {key: value - before.get(key, 0.0) for key, value in numbers.items()}
     return numbers if min(gained.values(), default=0.0) < 0 else gained
-            {key: sum(counts) / (len(counts) if key == PAUSED else 1) for key, counts in updates.items()},
 
 
 def means_of_logged(gained: Counters) -> dict[str, float]:

@@ -136,7 +136,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log a step. Steps grow; a step comes again only with other names."""
+        """Log a step. Steps grow; a step comes again only with other names, such as those of its evaluation."""
         ...
 
     def finish(self, end: End) -> None: ...
@@ -158,6 +158,7 @@ class TrackerState:
         """The run's id in the tracker, of an earlier process."""
         self.step: int | None = None
         """The last step that an earlier process gave to the tracker."""
+        self._newest = 0
         folder = directory.path / FOLDER
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self.id = str(json.loads((folder / f"{name}.json").read_text())["id"])
@@ -168,6 +169,7 @@ class TrackerState:
         self._write(f"{self._name}.json", json.dumps({"id": id}))
 
     def keep_step(self, step: int) -> None:
+        self._newest = step = max(step, self._newest)
         self._write(f"{self._name}.step", str(step))
 
     def _write(self, file: str, text: str) -> None:
@@ -176,13 +178,22 @@ class TrackerState:
             self._directory.write_text(f"{FOLDER}/{file}", text)
 
 
+OF_STEP = "evaluation/step"
+"""Metric: the step whose version an evaluation beside training has measured."""
+MEASURED = ("accuracy/*", "heldout_reward/*", "heldout_rejected/*")
+"""Metrics that evaluations measure."""
+
+
 class NewSteps:
     """Selects the metrics that a tracker has not had yet. Pure. A run that goes on from a checkpoint takes some steps
-    again. Trackers keep what they had first: a curve that goes back is drawn as a zigzag, and W&B refuses it.
+    again. Trackers keep what they had first: a curve that goes back is drawn as a zigzag, and W&B refuses it. An
+    evaluation comes after later steps.
 
     >>> new = NewSteps(after=None)
     >>> new.of(1, {"loss": 0.5}), new.of(1, {"loss": 0.4, "accuracy": 0.9}), new.of(0, {"loss": 0.1})
     ({'loss': 0.5}, {'accuracy': 0.9}, {})
+    >>> new.of(0, {"accuracy": 0.8, "evaluation/step": 0})
+    {'accuracy': 0.8, 'evaluation/step': 0}
     """
 
     def __init__(self, after: int | None) -> None:
@@ -193,7 +204,7 @@ class NewSteps:
 
     def of(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
         if self._last is not None and step < self._last:
-            return {}
+            return dict(numbers) if OF_STEP in numbers else {}
         if self._last is None or step > self._last:
             self._last, self._names = step, set()
         if self._names is None:
@@ -217,6 +228,7 @@ class Wandb:
         """`timeout_s`: deadline of W&B's uploads at the end."""
         self._config, self._timeout_s = config, timeout_s
         self._run: Any = None
+        self._last = 0
 
     def open(self, about: About, id: str | None) -> Opened:
         import wandb  # late: half a second, and only where it is asked for
@@ -238,11 +250,15 @@ class Wandb:
             # A console that is captured is no terminal, and the display needs one.
             settings=wandb.Settings(console="off", silent=True, finish_timeout=self._timeout_s),
         )
+        self._last = int(self._run.step)
+        for name in MEASURED if about.config.get("max_staleness") else ():
+            self._run.define_metric(name, step_metric=OF_STEP)  # W&B takes no step that is older than its last
         place = f"wandb sync {self._run.settings.sync_dir}" if self._run.offline else str(self._run.url)
         return Opened(self._run.id, place)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+        self._last = max(step, self._last)
+        self._run.log(dict(numbers), step=self._last)
 
     def finish(self, end: End) -> None:
         self._run.summary.update(end.facts())

@@ -1,6 +1,6 @@
 """Reads `metrics.jsonl` as columns, while it is being written: only what was added is read.
 
-A step may have several lines (a resumed run): the last one counts. A line that is not whole yet is read when it is. A
+A step may have several lines (its evaluation's, a resumed run's): of each metric the last value counts. A line that is not whole yet is read when it is. A
 file that is shorter than before was cut back by a resumed run, and is read again from its beginning.
 """
 
@@ -118,12 +118,14 @@ class Columns:
         last = {step: index for index, step in enumerate(every.tolist())}
         order = np.array([last[step] for step in sorted(last)], dtype=np.int64)
         absent = [np.full(len(steps), np.nan) for steps, _ in parts]
-        self._columns = {
-            key: np.concatenate([columns.get(key, none) for (_, columns), none in zip(parts, absent, strict=True)])[
-                order
-            ]
-            for key in dict.fromkeys(key for _, columns in parts for key in columns)
-        }
+        earlier = [(index, last[step]) for index, step in enumerate(every.tolist()) if index != last[step]]
+        self._columns = {}
+        for key in dict.fromkeys(key for _, columns in parts for key in columns):
+            values = np.concatenate([columns.get(key, none) for (_, columns), none in zip(parts, absent, strict=True)])
+            for index, of_step in reversed(earlier):
+                if np.isnan(values[of_step]):
+                    values[of_step] = values[index]
+            self._columns[key] = values[order]
         self._steps = every[order]
 
 

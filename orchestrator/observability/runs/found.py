@@ -177,7 +177,8 @@ def line_of(path: Path, run: str = ".") -> RunLine:
     events, metrics = read_events(path), last_lines(path, "metrics.jsonl", TAIL_BYTES)
     first = first_line(path, "events.jsonl", TAIL_BYTES) or {}
     state, error = state_of(path, events)
-    step, max_steps = newest(metrics[-1:], "step"), newest([section(config, "trainer")], "max_steps")
+    steps = [line["step"] for line in metrics if is_number(line.get("step"))]  # an evaluation's line comes late
+    step, max_steps = max(steps, default=None), newest([section(config, "trainer")], "max_steps")
     seconds = _seconds(first.get("time"), events[-1].get("time") if events else None)
     cost, unit = cost_of(events, seconds) or (None, None)
     return RunLine(

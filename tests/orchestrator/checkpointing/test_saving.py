@@ -178,6 +178,21 @@ def test_a_score_that_cannot_be_written_is_kept_for_the_next_try(tmp_path):
     assert Checkpoints(str(tmp_path), CheckpointConfig()).scores() == {2: 0.9}
 
 
+def test_the_next_command_knows_the_scores_of_those_before(tmp_path):
+    words = {"evaluation": EvaluationConfig(every_steps=1), "keep_best": 1, "keep_last": 1}
+
+    async def run(step, accuracy):
+        writer, *_ = saving(tmp_path, **words)
+        await writer.begin(step, {})
+        await writer.finish()
+        writer.scored(step, {"accuracy/heldout": accuracy})
+        await writer.finish()
+
+    for step, accuracy in ((2, 0.9), (3, 0.1), (4, 0.5)):
+        asyncio.run(run(step, accuracy))
+    assert Checkpoints(str(tmp_path), CheckpointConfig()).steps() == [2, 4]
+
+
 @pytest.mark.parametrize(
     ("max_staleness", "words", "is_due"),
     [(0, {"keep_best": 1}, True), (0, {}, False), (2, {}, True), (2, {"every_steps": 0}, False)],

@@ -152,7 +152,7 @@ def fleet_of(engines: int = 1, tried: bool = True, **settings: Any) -> Any:
     fleet.role = lambda role: [(of_role[role], handles[of_role[role]])]
 
     def threads_of(name: str) -> int:
-        chosen = trial.alone if fleet.takes_turns else trial.threads
+        chosen = trial.alone(SharedNode(2, engines, 1)) if fleet.takes_turns else trial.threads
         return chosen.rollout if name == "Rollout-0" else chosen.trainer
 
     fleet.threads_of = threads_of

@@ -34,6 +34,7 @@ class Bed:
 
     def __init__(self, trained: int, *, beside: bool = False) -> None:
         self.said: list[str] = []
+        self.sealed: list[Publication] = []
         self.needs_republication, self._trained = False, trained
         self.loaded: dict[str, float] = {}
         self.loads: list[Callable[[Publication], Any]] = []
@@ -64,6 +65,9 @@ class Bed:
     async def finish(self, version: int) -> Publication:
         await asyncio.sleep(0.01)
         return Publication("root", version)
+
+    def published(self, delivery: Publication) -> None:
+        self.sealed.append(delivery)
 
     async def load(self, delivery: Publication) -> float:
         self.said.append(f"load {delivery.version}")
@@ -155,6 +159,7 @@ def test_a_version_that_was_lost_on_its_way_is_published_again_and_loaded() -> N
 
     asyncio.run(body())
     assert bed.said == ["publish 1", "load 1", "replace", "publish 1", "load 1"]
+    assert bed.sealed == [Publication("root", 1)]  # the observer hears of a version once
 
 
 def test_ranks_that_have_made_another_step_since_cannot_publish_it() -> None:

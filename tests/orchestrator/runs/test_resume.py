@@ -74,6 +74,28 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_pat
     assert main(["export", str(tmp_path / "parts"), str(tmp_path / "exported")]) == 2
 
 
+def test_a_run_that_goes_on_knows_its_best_checkpoint_which_is_exported(words, tmp_path, capsys):
+    words = [*words, "name=best", "checkpoint.keep_best=1", "checkpoint.keep_last=1"]
+    words += [word.replace("data.", "evaluation.") for word in words if word.startswith("data.path=")]
+    words += [
+        "evaluation.every_steps=1",
+        "evaluation.num_problems=4",
+        "evaluation.overlap=allow",
+        "evaluation.right_at=0",
+    ]
+    run(load_config([*words, "trainer.max_steps=2"]), quiet=True)
+    result = run(load_config([*words, "trainer.max_steps=4", "resume=auto"]), quiet=True)
+    assert [line["accuracy/heldout"] for line in metrics_of(result.directory)] == [1.0] * 5
+    assert sorted(path.name for path in (result.directory / "checkpoints").iterdir()) == [
+        "global_step_1",
+        "global_step_4",
+    ]
+    assert main(["export", str(result.directory), str(tmp_path / "exported"), "--best"]) == 0
+    assert capsys.readouterr().out.startswith("step 1: accuracy/heldout=1, the best of 2 checkpoint(s) with a score\n")
+    last, best = load_file(result.model / "model.safetensors"), load_file(tmp_path / "exported" / "model.safetensors")
+    assert not all(tensor.equal(best[name]) for name, tensor in last.items()), "the last model was exported"
+
+
 @pytest.mark.parametrize("part", ["trainer/rank_0.bin", "store"])
 def test_a_checkpoint_found_damaged_is_put_aside_and_the_one_before_taken(words, tmp_path, part):
     """The sizes of the files are right: a flipped bit shows when ranks or the store read it. The numbers are those of

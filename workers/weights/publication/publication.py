@@ -142,6 +142,12 @@ class PublicationWriter:
         write_whole(_rank_file(self.path, self.rank), json.dumps(entries))
         return self.ranges
 
+    @property
+    def checksum(self) -> int:
+        """Sum modulo 2^128 of the hashes of this rank's ranges: places and checksums."""
+        texts = (f"{one.name} {one.first_element} {one.num_elements} {one.checksum}" for one in self.ranges)
+        return sum(xxhash.xxh3_128_intdigest(text.encode()) for text in texts) % 2**128
+
     def _write_all(self, parts: Sequence[PlacedValues]) -> None:
         if self._threads is None or len(parts) == 1:
             self.ranges += [self._write(*part) for part in parts]

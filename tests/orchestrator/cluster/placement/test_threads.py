@@ -9,6 +9,7 @@ from penstock.orchestrator.cluster.placement.assignment import assign
 from penstock.orchestrator.cluster.placement.threads import (
     SharedNode,
     Threads,
+    Trial,
     are_tried,
     best,
     counts_to_try,
@@ -90,6 +91,13 @@ def test_what_was_found_for_a_node_holds_for_its_engines_and_ranks_alone() -> No
     assert {threads[name] for name in ("Rollout-0", "Rollout-1") if name not in alone} == {3}
     assert {threads[name] for name in alone} <= {8}
     assert threads["Scorer-reference-0"] == threads_per_worker("scorer", config, 8, together.engines, 1)
+
+
+@pytest.mark.parametrize(("engines", "expected"), [(1, Threads(4, 2)), (2, Threads(2, 2)), (4, Threads(1, 2))])
+def test_in_turns_engines_share_the_cores_among_themselves(engines: int, expected: Threads) -> None:
+    """One engine is 1.6x as fast with twice its threads, as long as there are cores for these."""
+    trial = Trial(Threads(1, 1), {1: 1.6**2, 2: 1.6, 4: 1.0}, {1: 1.5, 2: 1.0, 4: 0.99})
+    assert trial.alone(SharedNode(4, engines, 1)) == expected
 
 
 def test_nodes_that_are_alike_are_tried_once_and_those_of_one_side_never() -> None:

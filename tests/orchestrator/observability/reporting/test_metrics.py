@@ -1,6 +1,9 @@
 """A step's numbers, against numbers computed by hand."""
 
+import asyncio
 import math
+from dataclasses import replace
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
@@ -8,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, rank_metrics, step_metrics
+from penstock.orchestrator.observability.reporting.step_log import StepLog
 from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
+from penstock.workers.protocols import Publication
 from penstock.workers.trainer.step_report import StepReport, TrainedRows
 
 TIMES = StepTimes(
@@ -111,3 +116,22 @@ def test_the_slowest_of_several_ranks_is_told_with_what_it_may_be_slow_by() -> N
     )
     assert found["ranks/tokens_spread"] == pytest.approx(32 / 14)  # prompts have 2 each
     assert "ranks/tokens_spread" not in rank_metrics([report_of(1.0, [3]), report_of(2.0, [3], speaks=False)])
+
+
+def test_hashes_of_ranks_and_of_published_weights_are_in_the_line_of_their_step() -> None:
+    fleet, sink = MagicMock(**{"teams.return_value": [], "role.return_value": []}), MagicMock()
+    fleet.roll_call.ask = AsyncMock(return_value=[])
+    log = StepLog(fleet, MagicMock(), AsyncMock(return_value={}), MagicMock(), MagicMock(), [sink], dict)
+
+    async def body() -> None:
+        for version in (1, 2):
+            log.published(Publication("root", version, 8, checksum=version))
+        for step in (1, 2):
+            await log.write(step, [replace(report_of(1.0, [2]), hashes={"tokens": 2**128 - step})] * 2, {})
+
+    asyncio.run(body())
+    lines = [call.args[1] for call in sink.log.call_args_list]
+    assert [(line["hash/tokens"], line["hash/weights"]) for line in lines] == [
+        (f"{2**128 - 2:032x}", f"{1:032x}"),
+        (f"{2**128 - 4:032x}", f"{2:032x}"),
+    ]

@@ -63,6 +63,12 @@ def test_steps_that_are_made_again_count_as_they_were_made_last(tmp_path: Path) 
     assert len(columns.steps) == 0
 
 
+def test_a_step_keeps_its_metrics_when_its_evaluation_comes_after_later_steps(tmp_path: Path) -> None:
+    columns = written(tmp_path / "metrics.jsonl", {"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 1, "accuracy": 0.5})
+    assert shown(columns, "a") == [1, 2]
+    assert shown(columns, "accuracy") == [0.5, None]
+
+
 @pytest.mark.parametrize("junk", ["not json\n", "[1]\n", '{"no": "step"}\n', '{"step": "one"}\n', "\x00\x00\n", "\n"])
 def test_lines_that_are_none_of_ours_are_counted_and_left_out(tmp_path: Path, junk: str) -> None:
     columns = written(tmp_path / "metrics.jsonl", {"step": 1, "a": 1}, junk, {"step": 2, "a": 2, "said": "text"})
@@ -87,7 +93,9 @@ def test_a_file_read_in_any_pieces_has_the_values_of_its_lines(tmp_path_factory:
             opened.write(text[start:end])
             opened.flush()
             columns.update()
-    expected = dict(lines)
+    expected: dict[int, dict[str, Any]] = {}
+    for step, values in lines:  # of each metric the last value counts
+        expected.setdefault(step, {}).update({key: value for key, value in values.items() if value is not None})
     assert columns.steps.tolist() == sorted(expected)
     for key in "abc":
         values = [expected[step].get(key) for step in sorted(expected)]

@@ -1,0 +1,216 @@
+"""Evaluations beside training, where `max_staleness` > 0: the store hears of a version before it is measured.
+
+    step n is due ─▶ a few engines are lent with version n (`loans.py`) ─▶ they measure it, the rest samples on
+                                                                      └─▶ they catch up, and lease again
+    an engine alone  measures version n beside its samples, and the next version waits for it
+
+One evaluation runs at a time; the next waits for it. What it measures is reported as that of its version, in a line of
+its own (`evaluation/step`), after later steps' lines. Where none of its engines is left it is lost, and counted: no
+other version is measured in its place.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.checks import AUTO
+from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.orchestrator.cluster.fleet.fleet import Fleet
+from penstock.orchestrator.cluster.ray_calls import Handles, held_back, is_recoverable, try_all
+from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
+from penstock.orchestrator.control.loans import EngineLoans
+from penstock.orchestrator.run_context import RunContext
+
+LOST = "evaluation/lost"
+"""Metric: number of evaluations that came to no result."""
+EVENT = "evaluation_lost"
+MARGIN = 0.9
+"""Share of the time until the next evaluation in which this one is to be done."""
+PRESENT_S = 10.0
+"""Deadline for an engine to say which version it has."""
+
+
+def engines_to_lend(share: int | str, num_engines: int, engine_s: float | None, until_next_s: float) -> int:
+    """Number of engines that an evaluation is lent, of those that sample; 0: one engine alone does both.
+
+    `share`: `evaluation.share`. `engine_s`: seconds of one engine for all of an evaluation; None: not measured yet.
+    `until_next_s`: seconds until the next evaluation.
+
+    >>> [engines_to_lend("auto", 8, seconds, 100.0) for seconds in (None, 80.0, 200.0, 5000.0)]
+    [1, 1, 3, 7]
+    >>> engines_to_lend(3, 8, 80.0, 100.0), engines_to_lend(3, 2, 80.0, 100.0), engines_to_lend("auto", 1, 80.0, 9.0)
+    (3, 1, 0)
+    """
+    most = num_engines - 1
+    if share != AUTO:
+        return min(int(share), most)
+    if engine_s is None or until_next_s <= 0:
+        return min(1, most)
+    return max(min(1, most), min(most, math.ceil(engine_s / (MARGIN * until_next_s))))
+
+
+class Measuring:
+    """The fleet as an evaluator sees it: engines that have one version, and everybody else of the fleet."""
+
+    def __init__(self, fleet: Fleet, engines: Callable[[], Awaitable[Handles]]) -> None:
+        self._fleet, self._engines = fleet, engines
+
+    async def present(self, role: str, stage: str | None = None) -> Handles:
+        return await (self._engines() if role == "rollout" else self._fleet.present(role, stage))
+
+    def first_stage(self, role: str) -> str | None:
+        return self._fleet.first_stage(role)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is not reported yet."""
+
+    step: int
+    engines: Handles
+    are_lent: bool
+
+
+Report = Callable[[int, Mapping[str, float], float], None]
+
+
+class Evaluations:
+    """Lifecycle: `start` in the controller's task group, `resume` in a run that continues; for each step
+    `before_load`, and `begin` where it is due; `finish` at the end of the run."""
+
+    def __init__(self, context: RunContext, evaluator: Evaluator | None, loans: EngineLoans, report: Report) -> None:
+        """`report`: called with a step, what was measured of it, empty if that is lost, and the seconds."""
+        self._config, self._fleet, self._directory = context.config, context.fleet, context.directory
+        self._are_beside = context.config.evaluates_beside and bool(context.flow.of_kind("rollout"))
+        self._note = context.progress.note
+        self._evaluator, self._loans, self._report = evaluator, loans, report
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._now: Evaluation | None = None
+        self._engine_s: float | None = None
+        self._begun = 0.0
+        """Time at which the last evaluation began, or ended before the first step, by the event loop's clock."""
+        self.num_lost = 0
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Say where evaluations run beside training, if they do."""
+        self._tasks, self._begun = tasks, _now_s()
+        if self.is_beside(0) and len(engines := self._fleet.role("rollout")) == 1:
+            self._note(
+                f"{engines[0][0]} samples and evaluates: the version after one that is evaluated waits until that is "
+                "done. rollout.num_workers=2 lets one sample on meanwhile."
+            )
+
+    def is_beside(self, step: int) -> bool:
+        """Return whether evaluations after this step run beside training. After the last one there is nothing to
+        train."""
+        return self._evaluator is not None and self._are_beside and step < self._config.trainer.max_steps
+
+    def measured_before(self, seconds: float) -> None:
+        """Note an evaluation by all engines, before the first step."""
+        self._engine_s = seconds * max(1, len(self._fleet.role("rollout")))
+        self._begun = _now_s()
+
+    async def begin(self, step: int) -> None:
+        """Begin to measure the version of a step, which all engines have. Waits for the evaluation before."""
+        until_next_s, engines = _now_s() - self._begun, self._fleet.role("rollout")
+        await self._ended()
+        self._begun = _now_s()
+        number = engines_to_lend(self._config.evaluation.share, len(engines), self._engine_s, until_next_s)
+        lent = await self._loans.take([name for name, _ in engines[len(engines) - number :]]) if number else []
+        await self._start(Evaluation(step, lent or engines, are_lent=bool(lent)))
+
+    async def _start(self, evaluation: Evaluation) -> None:
+        assert self._tasks is not None
+        await self._ended()
+        self._now = evaluation
+        self._running = self._tasks.create_task(held_back(self._run(evaluation)))
+
+    async def resume(self, done: int) -> None:
+        """Begin what a run that continues lacks up to step `done`, whose version engines have: engines that are lent
+        measure again what another command had lent them for. What no engine has is lost."""
+        lent, engines = self._fleet.lent(), list[tuple[str, Any]]()
+        if step := self._missing(done):
+            versions = await try_all(lent, "version", phase="evaluation", timeout_s=PRESENT_S)
+            engines = [one for one, version in zip(lent, versions, strict=True) if version == step]
+            if engines:
+                await self._start(Evaluation(step, engines, are_lent=True))
+            elif step == done:
+                await self.begin(step)
+            else:
+                self._lose(Evaluation(step, [], are_lent=False), WorkerDied("no engine has its version any more."))
+        await self._loans.give_back([one for one in lent if one not in engines])
+
+    def _missing(self, done: int) -> int:
+        """The last step up to `done` whose evaluation was to run beside training, if it is not reported; 0: there is
+        none."""
+        step = next((step for step in range(done, 0, -1) if self._config.evaluates(step) and self.is_beside(step)), 0)
+        lines, events = self._directory.read_metrics(), self._directory.read_events()
+        is_measured = any(line.get("step") == step and HELDOUT in line for line in lines)
+        is_lost = any(event["kind"] == EVENT and event["step"] == step for event in events)
+        return 0 if is_measured or is_lost else step
+
+    async def before_load(self) -> None:
+        """Wait until no engine that is to load the next version evaluates."""
+        if self._now is not None and not self._now.are_lent:
+            await self._ended()
+
+    async def finish(self) -> None:
+        """Wait for the evaluation that runs; one that takes longer than a group may is lost."""
+        if self._running is None or self._now is None:
+            return
+        now, timeout_s = self._now, self._config.rollout.generate_timeout_s
+        await asyncio.wait([self._running], timeout=timeout_s)
+        if not self._running.done():
+            self._running.cancel()
+            await asyncio.wait([self._running])
+            self._lose(now, DeadlineExceeded(f"it was not done {timeout_s:g} s after the last step."))
+
+    async def _ended(self) -> None:
+        if self._running is not None:
+            await asyncio.wait([self._running])  # what it fails with is its own task's
+
+    async def _run(self, now: Evaluation) -> None:
+        assert self._evaluator is not None
+        engines = await self._loans.drain(now.engines) if now.are_lent else now.engines
+        began, began_s = time.time(), _now_s()
+        fleet: Any = Measuring(self._fleet, lambda: self._present(now, engines))
+        try:
+            found = await self._evaluator.measure(fleet)
+        except PenstockError as error:
+            if not is_recoverable(error):
+                raise
+            self._lose(now, error)
+        else:
+            seconds = _now_s() - began_s
+            self._engine_s = seconds * len(engines)
+            self._directory.timeline.span("engines", "evaluate", began, time.time(), step=now.step)
+            self._now = None
+            self._report(now.step, found, seconds)
+        if now.are_lent:
+            await self._loans.give_back(engines)
+
+    async def _present(self, now: Evaluation, lent: Handles) -> Handles:
+        """Engines of the evaluation that are there, and have its version. Raises `WorkerDied` if there are none."""
+        engines = lent if now.are_lent else await self._fleet.present("rollout")
+        heard = await try_all(engines, "version", phase="evaluation", timeout_s=PRESENT_S)
+        if now.are_lent:
+            self._loans.end([one for one, answer in zip(engines, heard, strict=True) if isinstance(answer, Exception)])
+        found = [one for one, version in zip(engines, heard, strict=True) if version == now.step]
+        if not found:
+            raise WorkerDied(f"no engine of the evaluation has version {now.step} any more.")
+        return found
+
+    def _lose(self, now: Evaluation, error: PenstockError) -> None:
+        self._now = None
+        self.num_lost += 1
+        self._directory.event(EVENT, step=now.step, error=type(error).__name__, message=str(error))
+        self._note(f"the evaluation after step {now.step} is lost: {error}")
+        self._report(now.step, {}, 0.0)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,145 @@
+"""Evaluations beside training: each measures its own version, whoever dies meanwhile, and training goes on. On a
+virtual clock: the real controller, loans, supervisor and store over scripted actors."""
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import ConfigError, WorkerDied
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from tests.amounts import amount
+from tests.orchestrator.control.test_loans import kill
+from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
+from tests.run_files import metrics_of
+from tests.store.invariants import check_invariants
+from tests.virtual_time import run_virtually
+
+NUM_STEPS, GROUPS, SIZE, EVERY = 30, 4, 2, 7
+DUE = [7, 14, 21, 28]
+
+
+class Measured:
+    """An evaluator whose work takes a number of seconds of one engine. Its accuracy says which version it has asked."""
+
+    def __init__(self, engine_s: float) -> None:
+        self._engine_s = engine_s
+        self.asked: list[list[str]] = []
+        """Engines of each try."""
+
+    async def measure(self, fleet: Any) -> dict[str, float]:
+        for _ in range(100):
+            engines = await fleet.present("rollout")
+            self.asked.append([name for name, _ in engines])
+            await asyncio.sleep(self._engine_s / len(engines))
+            if any(handle.is_dead for _, handle in engines):
+                continue
+            (version,) = {await handle.actor.engine.version() for _, handle in engines}
+            return {"accuracy/heldout": version / 100}
+        raise WorkerDied("again and again")
+
+
+def config_of(tmp_path: Path, *words: str) -> Any:
+    return scripted_config(
+        tmp_path,
+        "max_staleness=2",
+        "rollout.num_workers=4",
+        f"trainer.max_steps={NUM_STEPS}",
+        f"trainer.groups_per_step={GROUPS}",
+        f"algorithm.group_size={SIZE}",
+        f"evaluation.every_steps={EVERY}",
+        "checkpoint.every_steps=0",
+        "faults.max_restarts=1000",
+        "faults.pause_s=0.1",
+        *words,
+    )
+
+
+def run(config: Any, evaluator: Measured, seed: int = 0, *, kills: bool = False) -> dict[str, float]:
+    async def main() -> dict[str, float]:
+        random = Random(seed)
+        fleet = ScriptedFleet(store_of(config, flow_of(config)), config, flow_of(config), random)
+        directory = RunDirectory.create(config)
+        killing = asyncio.ensure_future(kill(fleet, random)) if kills else None
+        await asyncio.wait_for(controller_over(fleet, config, directory, evaluator=evaluator).run(), 1e6)
+        if killing is not None:
+            killing.cancel()
+        assert kills or not fleet.lent()
+        directory.close()
+        check_invariants(fleet.store.ledger)
+        return await fleet.store.stats()
+
+    return run_virtually(main())
+
+
+def accuracies(tmp_path: Path) -> dict[int, float]:
+    """Accuracy by the step of its line."""
+    lines = [line for line in metrics_of(tmp_path / "run") if "accuracy/heldout" in line]
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line["accuracy/heldout"] for line in lines}
+
+
+def test_some_engines_measure_a_version_while_the_rest_samples_for_later_steps(tmp_path: Path) -> None:
+    evaluator = Measured(engine_s=12.0)
+    run(config_of(tmp_path), evaluator)
+    assert accuracies(tmp_path) == {step: step / 100 for step in [0, *DUE, NUM_STEPS]}
+    assert [len(engines) for engines in evaluator.asked[1:-1]] == [1] * len(DUE)
+    order = [line["step"] for line in metrics_of(tmp_path / "run") if line.get("evaluation/step") == line["step"]]
+    assert order == [0, *DUE, NUM_STEPS]
+    steps = [line["step"] for line in metrics_of(tmp_path / "run")]
+    for due in DUE:
+        late = len(steps) - steps[::-1].index(due) - 1
+        assert due + 1 in steps[:late]  # training has gone on
+    lines = RunDirectory.open(tmp_path / "run").read_metrics()
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    assert all("reward/mean" in line for line in lines[1:])
+    assert lines[-1]["evaluation/lost"] == 0
+
+
+def test_as_many_engines_are_lent_as_are_done_before_the_next_evaluation(tmp_path: Path) -> None:
+    run(config_of(tmp_path), evaluator := Measured(engine_s=100.0))
+    assert {len(engines) for engines in evaluator.asked[1:-1]} <= {2, 3}
+    run(config_of(tmp_path / "one", "evaluation.share=1"), evaluator := Measured(engine_s=100.0))
+    assert {len(engines) for engines in evaluator.asked[1:-1]} == {1}
+
+
+def test_an_engine_alone_measures_and_samples_and_the_next_version_waits(tmp_path: Path) -> None:
+    run(config_of(tmp_path, "rollout.num_workers=1"), Measured(engine_s=30.0))
+    assert accuracies(tmp_path) == {step: step / 100 for step in [0, *DUE, NUM_STEPS]}
+
+
+def test_without_staleness_the_next_step_comes_after_the_evaluation(tmp_path: Path) -> None:
+    run(config_of(tmp_path, "max_staleness=0"), Measured(engine_s=30.0))
+    lines = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1))
+    assert [line["step"] for line in lines if "accuracy/heldout" in line] == [0, *DUE, NUM_STEPS]
+    assert not any(name.startswith("evaluation/") for line in lines for name in line)
+
+
+@pytest.mark.parametrize("num_engines", [1, 4])
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(10)))
+def test_whoever_dies_no_other_version_is_measured_and_each_row_trained_once(
+    num_engines: int, seed: int, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, f"rollout.num_workers={num_engines}")
+    numbers = run(config, Measured(engine_s=40.0), seed, kills=True)
+    assert numbers["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
+    assert not any(value for name, value in numbers.items() if name.startswith("dropped/"))
+    found = accuracies(tmp_path)
+    assert all(accuracy == step / 100 for step, accuracy in found.items())
+    lost = [event["step"] for event in RunDirectory.open(tmp_path / "run").read_events()
+            if event["kind"] == "evaluation_lost"]  # fmt: skip
+    assert sorted([*found, *lost]) == [0, *DUE, NUM_STEPS]
+    lines = metrics_of(tmp_path / "run")
+    assert max(line.get("staleness/max", 0) for line in lines) <= config.max_staleness
+    assert max(line.get("evaluation/lost", 0) for line in lines) == len(lost)
+
+
+def test_a_share_is_a_number_of_engines_or_auto() -> None:
+    for wrong in ("0", "all"):
+        with pytest.raises(ConfigError, match=r"evaluation\.share"):
+            load_config(["model=tiny", "data.path=x.jsonl", f"evaluation.share={wrong}"])

@@ -1,0 +1,62 @@
+"""An attempt whose policy writes commands: they run in a workspace, and a check of what it changed is its reward."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.workers.agents.environment import Context, Task
+from penstock.workers.agents.trajectory import COMPLETED, TRUNCATED
+from penstock.workers.protocols import Sampling
+from tests.workers.agents.played import TASK, ScriptedEngines, make_runner
+
+pytestmark = pytest.mark.real
+CHECK = "python3 -c 'import sums; print(sums.add(2, 3))'"
+
+
+class Repairs:
+    """Runs what the policy says until it says "done"."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree, self.opened = tree, list[Any]()
+
+    async def run(self, task: Task, ctx: Context) -> None:
+        async with ctx.workspace(self.tree) as ws:
+            self.opened.append(ws)
+            shell = ws.shell()
+            messages: list[Any] = [{"role": "user", "content": "repair"}]
+            while (turn := await ctx.sample(messages)).answer.strip() != "done":
+                outcome = await shell.run(turn.answer)
+                messages += [turn.message, {"role": "user", "content": f"{outcome.exit_code}"}]
+            checked = await ws.check(CHECK)
+            ctx.reward(float(checked.stdout == "5\n"))
+
+
+def answers(*commands: str) -> Any:
+    left = iter(commands)
+    return lambda prompt, sampling: next(left)
+
+
+def test_a_policy_repairs_a_tree_and_is_rewarded_by_a_check(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text("def add(a, b):\n    return a - b\n")
+
+    async def main() -> None:
+        environment = Repairs(tmp_path)
+        for commands, reward in (
+            (("cd /", "cd workspace; ls", "sed -i s/-/+/ sums.py", "done"), 1.0),
+            (("echo no", "done"), 0.0),
+        ):
+            runner = make_runner(environment, ScriptedEngines(answers(*commands)))
+            attempt = await runner.attempt(TASK, Sampling(max_tokens=40, seed=5))
+            assert (attempt.outcome.kind, attempt.reward) == (COMPLETED, reward)
+            await runner.close()
+        engines = ScriptedEngines(answers("sleep 600", "done"))
+        runner = make_runner(environment, engines, timeout_s=0.5)
+        attempt = await runner.attempt(TASK, Sampling(max_tokens=40, seed=5))
+        assert attempt.outcome.kind == TRUNCATED
+        await runner.close()
+        assert [ws._worker.process.returncode is not None for ws in environment.opened] == [True] * 3
+
+    asyncio.run(main())
+    assert (tmp_path / "sums.py").read_text() == "def add(a, b):\n    return a - b\n"
