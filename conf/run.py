@@ -219,8 +219,7 @@ class RunConfig:
     @property
     def saves_evaluated(self) -> bool:
         """True if each evaluated step is saved: its score, which may come later, decides what becomes of it."""
-        may_stop = self.max_staleness > 0 and self.evaluation.stop_at_accuracy is not None
-        return self.checkpoint.every_steps > 0 and (self.checkpoint.keep_best > 0 or may_stop)
+        return self.checkpoint.every_steps > 0 and self.checkpoint.keep_best > 0
 
     def with_set(self, name: str) -> "RunConfig":
         """Return the configuration as if the held-out problems of a set were those of evaluation itself."""

@@ -242,7 +242,7 @@ class Controller:
         await self._loop.publish(self._before)
         await self._loop.load(await self._loop.seal())
         await self._loop.report_served(self._before)
-        await self._evaluations.resume(self._before)
+        await self._resume_evaluations(self._before)
 
     def _report_copies_ended(self, reason: str) -> None:
         self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
@@ -295,11 +295,17 @@ class Controller:
         self._journal.written(step)
         self.outcome.num_steps = step
         if step == self._before:  # the command before had not finished it
-            await self._evaluations.resume(step - 1)
+            await self._resume_evaluations(step - 1)
         if self._evaluates(step) and self._evaluations.is_beside(step):
             self._saving.await_score(step)
             await self._evaluations.begin(step)
             await self._handover.keep()
+
+    async def _resume_evaluations(self, done: int) -> None:
+        """Begin what a command before has not measured up to step `done`; the checkpoint stays until that is known."""
+        await self._evaluations.resume(done)
+        if (step := self._evaluations.awaited) is not None:
+            self._saving.await_score(step)
 
     def _counters(self) -> dict[str, float]:
         counters = self._restarts.metrics() | self.directory.failed_writes.metrics()

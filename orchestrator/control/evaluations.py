@@ -109,6 +109,11 @@ class Evaluations:
         train."""
         return self._evaluator is not None and self._are_beside and step < self._config.trainer.max_steps
 
+    @property
+    def awaited(self) -> int | None:
+        """The step whose evaluation has no result yet, if one runs."""
+        return None if self._now is None else self._now.step
+
     def measured_before(self, seconds: float) -> None:
         """Note an evaluation by all engines, before the first step."""
         self._engine_s = seconds * max(1, len(self._fleet.role("rollout")))

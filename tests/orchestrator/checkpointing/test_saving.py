@@ -193,14 +193,11 @@ def test_the_next_command_knows_the_scores_of_those_before(tmp_path):
     assert Checkpoints(str(tmp_path), CheckpointConfig()).steps() == [2, 4]
 
 
-@pytest.mark.parametrize(
-    ("max_staleness", "words", "is_due"),
-    [(0, {"keep_best": 1}, True), (0, {}, False), (2, {}, True), (2, {"every_steps": 0}, False)],
-)
-def test_evaluated_steps_are_saved_where_scores_decide(max_staleness, words, is_due):
-    evaluation = EvaluationConfig(every_steps=2, stop_at_accuracy=0.9)
-    config = RunConfig(max_staleness=max_staleness, checkpoint=CheckpointConfig(**words), evaluation=evaluation)
-    assert config.saves_evaluated == is_due
+@pytest.mark.parametrize(("keep_best", "steps"), [(0, [3, 4]), (1, [2, 3, 4])])
+def test_evaluated_steps_are_saved_where_the_best_are_kept(tmp_path, keep_best, steps):
+    words = {"keep_best": keep_best, "every_steps": 3}
+    writer, *_ = saving(tmp_path, evaluation=EvaluationConfig(every_steps=2), **words)
+    assert [step for step in range(1, 5) if writer.is_due(step)] == steps
 
 
 def sealed(tmp_path, step):
