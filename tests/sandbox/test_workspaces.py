@@ -69,7 +69,7 @@ def test_taking_all_ends_and_the_workspace_stays(room, attacked, name):
     if name not in ("a megabyte and one", "files", "nesting", "big number"):
         assert not outcome.is_success
     assert room.run(attacked, "cat mine; rm -f /tmp/*; ls /proc | grep -c '^[0-9]'").stdout.startswith("kept\n")
-    assert descendants(attacked._worker.keeper) == []
+    assert descendants(attacked.worker.keeper) == []
 
 
 def test_calls_with_which_kernels_were_broken_are_refused(room, attacked):
@@ -251,9 +251,9 @@ from penstock.workers.sandbox.workspace import Workspaces
 async def main():
     workspaces = Workspaces()
     async with workspaces.open(sys.argv[1]) as ws, await ws.fork() as fork:
-        fork._worker.rest()
+        fork.worker.rest()
         await asyncio.sleep(0.3)
-        print(ws._worker.process.pid, fork._worker.process.pid, flush=True)
+        print(ws.worker.process.pid, fork.worker.process.pid, flush=True)
         await ws.run("sleep 600 & setsid sleep 600 & sleep 600")
 asyncio.run(main())
 """

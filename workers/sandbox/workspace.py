@@ -83,7 +83,7 @@ class Workspace:
     """
 
     def __init__(self, host: "Workspaces", spec: WorkspaceSpec, worker: WorkspaceWorker) -> None:
-        self._host, self._spec, self._worker = host, spec, worker
+        self._host, self._spec, self.worker = host, spec, worker
         self._lock = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -96,12 +96,12 @@ class Workspace:
     @property
     def kind(self) -> str:
         """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
-        return self._worker.kind
+        return self.worker.kind
 
     @property
     def enforced(self) -> str:
         """A text that says which limits hold here."""
-        return self._worker.enforced
+        return self.worker.enforced
 
     async def run(self, command: str, timeout_s: float | None = None, stdin: str | bytes = b"") -> ProgramOutcome:
         """Run a command of `sh` in the tree's directory. `timeout_s`: below the limits'."""
@@ -135,7 +135,7 @@ class Workspace:
     async def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this workspace or of another one of the same tree. Raises `WorkspaceError`."""
         async with self._lock:
-            await self._worker.reset()
+            await self.worker.reset()
         await self._own({"do": "apply"}, snapshot)
 
     async def fork(self) -> "Workspace":
@@ -170,7 +170,7 @@ class Workspace:
         """End the workspace and all that runs in it. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
-        self._worker.close()
+        self.worker.close()
         self._host.alive.discard(self)
 
     async def _run(self, words: list[str], timeout_s: float | None, stdin: str | bytes) -> ProgramOutcome:
@@ -202,9 +202,9 @@ class Workspace:
                         files.callback(os.close, typed)
                     else:
                         typed = memory_file(files, content, sealed=True)
-                    return await self._worker.execute_with(files, request, typed, timeout_s, answer)
+                    return await self.worker.execute_with(files, request, typed, timeout_s, answer)
             finally:
-                self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._worker.rest)
+                self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.worker.rest)
 
 
 class Shell:

@@ -56,7 +56,7 @@ def test_a_policy_repairs_a_tree_and_is_rewarded_by_a_check(tmp_path: Path) -> N
         attempt = await runner.attempt(TASK, Sampling(max_tokens=40, seed=5))
         assert attempt.outcome.kind == TRUNCATED
         await runner.close()
-        assert [ws._worker.process.returncode is not None for ws in environment.opened] == [True] * 3
+        assert [ws.worker.process.returncode is not None for ws in environment.opened] == [True] * 3
 
     asyncio.run(main())
     assert (tmp_path / "sums.py").read_text() == "def add(a, b):\n    return a - b\n"

@@ -156,7 +156,7 @@ def test_what_is_over_a_limit_ends_and_the_tree_stays(repository):
     room.run(ws, "rm -f f*")
     assert room.run(ws, "yes").reason in ("timeout_cpu", "output", "signal")
     assert room.run(ws, "cat mine").stdout == "1\n"
-    assert descendants(ws._worker.keeper) == []
+    assert descendants(ws.worker.keeper) == []
     room.close()
 
 
@@ -174,15 +174,15 @@ def test_a_command_that_is_cancelled_ends_and_the_tree_stays(room, ws):
 def test_an_idle_workspace_keeps_no_interpreter_and_wakes(room, ws):
     room.run(ws, "echo 1 > mine")
     room.do(ws.shell().run("cd data"))
-    keeper = ws._worker.keeper
+    keeper = ws.worker.keeper
     assert "python" in Path(f"/proc/{keeper}/cmdline").read_bytes().split(b"\0")[0].decode()
     for _ in range(2):
-        ws._worker.rest()
+        ws.worker.rest()
         room.do(asyncio.sleep(0.3))
         assert Path(f"/proc/{keeper}/comm").read_text().strip() in ("sh", "dash", "bash", "busybox")
         assert room.run(ws, "cat mine").stdout == "1\n"
         assert room.do(ws.shell().run("pwd")).stdout == "/workspace/data\n"
-    ws._worker.rest()
+    ws.worker.rest()
     fork = room.do(ws.fork())
     assert room.run(fork, "cat mine").stdout == "1\n"
     room.do(ws.restore(room.do(fork.snapshot())))
@@ -192,7 +192,7 @@ def test_a_request_that_was_cancelled_at_any_moment_confuses_no_later_one(room, 
     async def given_up() -> None:
         for number in range(40):
             if number % 4 == 0:
-                ws._worker.rest()
+                ws.worker.rest()
             running = asyncio.create_task(ws.run(f"echo {number}"))
             await asyncio.sleep(number * 0.002)
             running.cancel()
@@ -245,7 +245,7 @@ async def test_what_cannot_be_a_workspace_is_refused_by_name(repository, tmp_pat
 
 def test_a_lost_fence_is_the_machines_failure_and_not_the_policys(room, ws):
     room.run(ws, "echo 1")
-    ws._worker.process.kill()
+    ws.worker.process.kill()
     with pytest.raises(InfrastructureError, match="what was changed in it is lost"):
         room.run(ws, "sleep 60")
     with pytest.raises(InfrastructureError):
