@@ -25,11 +25,19 @@ from penstock.algorithms.builtin.imitation import divergence_loss
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import policy_loss, with_entropy_bonus
 from tests.oracle.batches import SEEDS, assert_same, batch, ours, theirs
+from tests.oracle.epochs import Table, of_rows, train
 
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
 
 
-def trl_loss(columns, loss_type, *, level="token", beta=0.0, delta=None, epsilon_high=0.15, weights=None, entropy=None):
+def trl_loss(columns, loss_type, **settings):
+    return theirs(columns, loss_function(columns, loss_type, **settings))
+
+
+def loss_function(
+    columns, loss_type, *, level="token", beta=0.0, delta=None, epsilon_high=0.15, weights=None, entropy=None
+):
+    """TRL's loss of these columns, as a function of the log-probabilities."""
     mask = columns["mask"].double()
     args = SimpleNamespace(
         delta=delta,
@@ -80,7 +88,7 @@ def trl_loss(columns, loss_type, *, level="token", beta=0.0, delta=None, epsilon
         }
         return GRPOTrainer._compute_loss(trainer, None, inputs)
 
-    return theirs(columns, loss_of)
+    return loss_of
 
 
 @pytest.mark.parametrize(
@@ -97,6 +105,30 @@ def trl_loss(columns, loss_type, *, level="token", beta=0.0, delta=None, epsilon
 def test_the_clipped_loss_in_every_aggregation(loss_type, settings, seed):
     columns = batch(seed)
     assert_same(ours(columns, surrogate_options=CLIPS, **settings), trl_loss(columns, loss_type))
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@given(seed=SEEDS)
+def test_several_updates_a_batch_are_num_iterations(epochs, seed):
+    """The trainer's own `_prepare_inputs` says which part of a generation each of its optimizer steps gets."""
+    columns = batch(seed)
+    table = Table(columns, seed)
+    generated = {"rows": torch.arange(len(columns["mask"])), "old_logprobs": table.logprobs().detach()}
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(steps_per_generation=2),
+        num_iterations=epochs,
+        _generate_and_score_completions=dict,
+        _buffered_inputs=None,
+    )
+    minibatches = []
+    for trainer._step in range(2 * epochs):
+        part = GRPOTrainer._prepare_inputs(trainer, generated)
+        minibatches.append(part["rows"])
+        of_part = of_rows(columns, part["rows"]) | {"old_logprobs": part["old_logprobs"]}
+        table.step(loss_function(of_part, "grpo")(table.logprobs(part["rows"])))
+    settings = {"surrogate_options": CLIPS, "aggregation": "sequence_mean"}
+    torch.testing.assert_close(train(columns, seed, minibatches[:2], epochs, **settings).logits, table.logits)
 
 
 @given(seed=SEEDS)

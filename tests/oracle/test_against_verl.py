@@ -23,9 +23,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.utils.tensordict_utils import make_iterator
 from verl.utils.torch_functional import masked_whiten
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
@@ -34,6 +36,7 @@ from penstock.algorithms.aggregation import BatchTotals, aggregate
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import value_loss
 from tests.oracle.batches import SEEDS, TOLERANCE, assert_same, batch, ours, theirs
+from tests.oracle.epochs import Table, of_rows, train
 
 AGGREGATIONS = {
     "token_mean": "token-mean",
@@ -52,6 +55,11 @@ def config(**settings):
 
 
 def verl_loss(name, columns, how="token_mean", weights=None, **settings):
+    return theirs(columns, loss_function(name, columns, how, weights, **settings))
+
+
+def loss_function(name, columns, how="token_mean", weights=None, **settings):
+    """verl's loss of these columns, as a function of the log-probabilities."""
     mask = columns["mask"].double()
 
     def loss_of(logprobs):
@@ -65,7 +73,7 @@ def verl_loss(name, columns, how="token_mean", weights=None, **settings):
             rollout_is_weights=weights,
         )[0]
 
-    return theirs(columns, loss_of)
+    return loss_of
 
 
 @pytest.mark.parametrize("how", AGGREGATIONS)
@@ -91,6 +99,30 @@ def test_policy_losses(name, surrogate, options, settings, how, seed):
     columns = batch(seed)
     expected = verl_loss(name, columns, how, **settings)
     assert_same(ours(columns, surrogate=surrogate, surrogate_options=options, aggregation=how, constant=11.0), expected)
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@given(seed=SEEDS)
+def test_several_updates_a_batch_are_ppo_epochs(epochs, seed):
+    """By the iterator of verl's actor. It can also shuffle the rows anew in each epoch, which is off by default."""
+    columns = batch(seed)
+    table, rows = Table(columns, seed), torch.arange(len(columns["mask"]))
+    columns["old_logprobs"] = table.logprobs().detach()
+    data = TensorDict({"rows": rows}, batch_size=len(rows))
+    for part in make_iterator(data, 3, epochs, seed=42, dataloader_kwargs={"shuffle": False}):
+        loss_of = loss_function("vanilla", of_rows(columns, part["rows"]), clip_ratio_c=1.3)
+        table.step(loss_of(table.logprobs(part["rows"])))
+    settings = {"surrogate_options": CLIPS | {"dual_clip": 1.3}}
+    torch.testing.assert_close(train(columns, seed, [rows[:3], rows[3:]], epochs, **settings).logits, table.logits)
+
+
+@given(seed=SEEDS)
+def test_the_clip_acts_in_later_passes_alone(seed):
+    columns, rows = batch(seed), torch.arange(6)
+    clipped, free = ({"surrogate_options": dict.fromkeys(CLIPS, bound)} for bound in (0.01, 0.99e6))
+    tables = [[train(columns, seed, [rows], epochs, **way).logits for way in (clipped, free)] for epochs in (1, 3)]
+    assert torch.equal(*tables[0])
+    assert not torch.equal(*tables[1])
 
 
 @given(seed=SEEDS, positive=st.floats(0.3, 3), negative=st.floats(0.3, 3))
