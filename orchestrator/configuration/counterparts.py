@@ -197,7 +197,8 @@ def estimator(name: str | None, by_std: bool | None, loss: str | None) -> Values
     if loss in LOSSES and name != "grpo":
         raise NotTranslated(f"{loss} goes with the advantages of grpo here; see `algorithm.surrogate` in docs/keys.md")
     divides = {"algorithm.normalize_std": by_std} if by_std is not None and name == "grpo" else {}
-    return {"algorithm.name": loss if loss in LOSSES else ESTIMATORS[name], **divides}
+    over_tokens = {"algorithm.aggregation": "token_mean"} if loss == "gspo" else {}
+    return {"algorithm.name": loss if loss in LOSSES else ESTIMATORS[name], **divides, **over_tokens}
 
 
 def train_files(files: Any) -> Values:

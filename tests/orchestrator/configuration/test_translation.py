@@ -330,3 +330,15 @@ def test_a_policy_loss_of_verls_is_the_algorithm_of_that_name(tmp_path: Path, lo
     )
     recipe_of(tmp_path, "run.sh", f"python3 -m verl.trainer.main_ppo {words}\n")
     assert load_config([f"recipe={tmp_path}"]).algorithm.name == name
+
+
+@pytest.mark.parametrize(
+    ("said", "aggregation"), [("", "token_mean"), ("loss_agg_mode=seq-mean-token-mean", "sequence_mean")]
+)
+def test_gspo_averages_over_tokens_as_verls_unless_the_script_says_otherwise(
+    tmp_path: Path, said: str, aggregation: str
+) -> None:
+    actor = "actor_rollout_ref.actor."
+    words = f"algorithm.adv_estimator=grpo {actor}policy_loss.loss_mode=gspo {actor * bool(said)}{said}"
+    recipe_of(tmp_path, "run.sh", f"python3 -m verl.trainer.main_ppo {words} data.train_files=a.parquet\n")
+    assert load_config([f"recipe={tmp_path}"]).algorithm.aggregation == aggregation
