@@ -25,7 +25,8 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.runtime.processes import cpu_entry
 
 NEARLY = 1.05
-"""Factor of time below which fewer threads are taken instead of more: trials differ by as much."""
+"""Factor of time by which trials of the same number of threads differ. Within it, fewer threads are taken where engines
+and ranks work at the same time, more where they take turns."""
 FILE = "threads.json"
 
 
@@ -54,11 +55,12 @@ class Trial:
     rank_s: Mapping[int, float]
 
     def alone(self, node: SharedNode) -> Threads:
-        """The numbers of threads with which each side is fastest while the other one waits. One engine was measured,
-        and all ranks together: more threads of engines than cores share these."""
+        """The numbers of threads with which each side is fastest while the other one waits: as many as in a synchronous
+        run, unless fewer were clearly faster. One engine was measured, and all ranks together: more threads of engines
+        than cores share these."""
         crowds = {count: max(1.0, count * node.engines / node.cores) for count in self.engine_s}
         engine_s = {count: seconds * crowds[count] for count, seconds in self.engine_s.items()}
-        return Threads(_fewest(engine_s), _fewest(self.rank_s))
+        return Threads(_most(engine_s), _most(self.rank_s))
 
 
 Chosen = Mapping[SharedNode, Threads]
@@ -151,9 +153,9 @@ def best(shared: SharedNode, engine_s: Mapping[int, float], rank_s: Mapping[int,
     )
 
 
-def _fewest(seconds: Mapping[int, float]) -> int:
+def _most(seconds: Mapping[int, float]) -> int:
     bound = NEARLY * min(seconds.values())
-    return min(count for count, value in seconds.items() if value <= bound)
+    return max(count for count, value in seconds.items() if value <= bound)
 
 
 def write_trials(directory: RunDirectory, trials: Mapping[SharedNode, Trial]) -> None:

@@ -177,7 +177,7 @@ def test_in_turns_each_side_has_its_threads_and_prompts_of_one_step() -> None:
     fleet = fleet_of()
     turns, notes = drive(fleet, {False: 1.5, True: 1.0}, PAIR)
     assert notes == ["engines and ranks take turns on the CPUs: 1.50 s a step at the same time, 1.00 in turns"]
-    assert fleet.threads == {"Rollout-0": [1], "Trainer-policy-0": [2]}
+    assert fleet.threads == {"Rollout-0": [2], "Trainer-policy-0": [2]}
     assert turns.max_active_groups == fleet.config.trainer.groups_per_step
 
 
@@ -187,7 +187,7 @@ def test_back_at_the_same_time_all_is_as_the_trial_has_found() -> None:
     assert notes == [
         "engines and ranks work at the same time on the CPUs: 1.00 s a step at the same time, 1.50 in turns"
     ]
-    assert fleet.threads == {"Rollout-0": [1, 1], "Trainer-policy-0": [2, 1]}
+    assert fleet.threads == {"Rollout-0": [2, 1], "Trainer-policy-0": [2, 1]}
     assert turns.max_active_groups is None
 
 
@@ -198,7 +198,7 @@ def test_a_fleet_that_was_taken_over_goes_on_in_the_way_that_it_has() -> None:
     assert turns.max_active_groups == fleet.config.trainer.groups_per_step
     drive(fleet, {False: 1.5, True: 1.0}, PAIR)
     assert fleet.takes_turns
-    assert fleet.threads == {"Rollout-0": [1, 1], "Trainer-policy-0": [1, 2]}  # the other way was tried
+    assert fleet.threads == {"Rollout-0": [1, 2], "Trainer-policy-0": [1, 2]}  # the other way was tried
 
 
 @pytest.mark.parametrize("fleet", [fleet_of(tried=False), fleet_of(engines=2), fleet_of(max_staleness=0)])
