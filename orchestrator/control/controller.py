@@ -199,7 +199,8 @@ class Controller:
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             await self._observer.close(step)
-            is_plain = not (self._evaluates(step) or self._saving.is_due(step))
+            evaluates = self._evaluates(step) or self._evaluations.awaited is not None
+            is_plain = not (evaluates or self._saving.is_due(step))
             await self._pace.after(time.monotonic(), is_plain=is_plain)
         if finishing is not None:
             await finishing

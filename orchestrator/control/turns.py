@@ -246,7 +246,7 @@ class CpuTurns:
 
     async def after(self, now: float, *, is_plain: bool) -> None:
         """Note the end of a step. `now`: seconds of any clock. `is_plain`: neither an evaluation nor a checkpoint
-        follows it, which the next step would have beside it."""
+        runs or follows it, which the next step would have beside it."""
         if self._pace is None:
             return
         last, self._last = self._last, now
