@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from penstock.planner.search import Search
 from penstock.planner.simulation.engines import FleetChanges
 from penstock.planner.simulation.machine import CpuMachine
 from penstock.planner.simulation.run_files import RunFiles, open_directory
+from penstock.planner.simulation.simulated_evaluation import EvaluationPlan, mean_steps
 from penstock.planner.simulation.simulated_members import SimulatedSamples
 from penstock.planner.simulation.simulation import Simulation, SimulationResult
 
@@ -51,7 +53,8 @@ def run(written: RunConfig, asked: Namespace, console: Console) -> None:
     directory, epoch_s = open_directory(config, Path(asked.directory)) if asked.directory else (None, None)
     members = member_durations(config, asked, pilot)
     cores = members.ranks.cores() if isinstance(members.ranks, ProcessorDurations) else None
-    simulation = Simulation(config, members.ranks, samples, changes, members.engines, cores, epoch_s)
+    evaluation = EvaluationPlan.of(config)
+    simulation = Simulation(config, members.ranks, samples, changes, members.engines, cores, epoch_s, evaluation)
     files = RunFiles(simulation, directory) if directory is not None else None
     began = time.monotonic()
     try:
@@ -158,8 +161,20 @@ def show(config: RunConfig, lengths: Lengths, found: SimulationResult, took_s: f
         say(f"staleness          {found.staleness_mean:.2f} a token; rows by their oldest token {by_age}")
     if found.dropped:
         say(f"dropped            {', '.join(f'{reason} {count:,}' for reason, count in found.dropped.items())}")
+    if found.evaluations:
+        say(f"evaluation         {evaluation_cost(config, found)}")
     if found.num_faults:
         say(f"members lost       {found.num_faults:,}")
+
+
+def evaluation_cost(config: RunConfig, found: SimulationResult) -> str:
+    """What an evaluation costs the steps beside it, and how long its result takes."""
+    beside, others = mean_steps(found.steps_s, found.evaluations, config.max_staleness + 1)
+    took_s = fmean(one.ended - one.due for one in found.evaluations)
+    told = [f"a result after {took_s:,.2f} s"]
+    told += [f"steps beside it {beside:,.2f} s"] if beside is not None else []
+    told += [f"others {others:,.2f} s"] if others is not None else []
+    return "; ".join(told)
 
 
 def shares(found: Mapping[str, float]) -> str:

@@ -1,8 +1,8 @@
-"""Evaluation of a simulated run: `control/evaluation.py` on a virtual clock, on engines that are taken up by it.
+"""Evaluation of a simulated run: `control/evaluation.py` and `control/evaluations.py` on a virtual clock.
 
     blocking   all engines have a version ─▶ they answer the problems ─▶ served
-    shared     served ─▶ they answer them beside their groups; the next load waits
-    lent       some are lent ─▶ served ─▶ they finish their groups, skip loads, answer ─▶ newest version, groups again
+    beside     served ─▶ some are lent, finish their groups, skip loads, answer ─▶ newest version, groups again
+               an engine alone answers beside its groups, and the next version waits for it
     own        served ─▶ engines that do nothing else load it and answer
 
 Each problem is answered greedily; once all are, its further samples are made. Rewards take no time.
@@ -10,13 +10,17 @@ Each problem is answered greedily; once all are, its further samples are made. R
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from penstock.conf.checks import AUTO
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.control.evaluations import engines_to_lend
 from penstock.planner.durations import Durations
 from penstock.planner.simulation.engines import SampledGroup, SimulatedEngine, SimulatedEngines
 from penstock.planner.simulation.events import Clock
 from penstock.planner.simulation.simulated_members import SimulatedSamples
 
-BLOCKING, SHARED, LENT, OWN = "blocking", "shared", "lent", "own"
+BLOCKING, BESIDE, OWN = "blocking", "beside", "own"
 FIRST_PROBLEM = 1_000_000_000
 """Number of the first problem, for lengths of its responses: no group has it."""
 
@@ -30,8 +34,20 @@ class EvaluationPlan:
     num_samples: int = 0
     """Samples of each problem beside the greedy response."""
     way: str = BLOCKING
-    num_engines: int = 0
-    """Number of engines that are lent, or that do nothing else."""
+    share: int | str = AUTO
+    """`evaluation.share`, of engines that are lent."""
+    num_own: int = 1
+    """Number of engines that do nothing else."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "EvaluationPlan | None":
+        """What a run evaluates; None: nothing."""
+        own = config.evaluation
+        if not own.every_steps:
+            return None
+        num_problems = own.num_problems + sum(one.num_problems for one in own.sets.values())
+        way = BESIDE if config.evaluates_beside else BLOCKING
+        return cls(own.every_steps, num_problems, own.num_samples, way, own.share)
 
 
 @dataclass(frozen=True)
@@ -125,29 +141,33 @@ class SimulatedEvaluation:
         self, plan: EvaluationPlan, engines: SimulatedEngines, durations: Durations, samples: SimulatedSamples,
         clock: Clock, max_sequences: int, num_steps: int,
     ) -> None:  # fmt: skip
-        """`durations`: of own engines. `num_steps`: of the run; its last step is evaluated, too."""
+        """`durations`: of an engine. `num_steps`: of the run; its last step is evaluated, too."""
         self._plan, self._engines, self._samples, self._clock = plan, engines, samples, clock
         self._max_sequences, self._num_steps = max_sequences, num_steps
         self.times: list[EvaluationTimes] = []
+        self._now: tuple[int, float] | None = None
+        """The step that is evaluated, and the time from which on it could be."""
         self._due: list[tuple[int, float]] = []
-        """Steps that are not evaluated yet, each with the time from which on they could be."""
+        """Steps that wait for the evaluation before."""
         self._round: ProblemRound | None = None
-        self._team: list[str] = []
-        """Engines that are lent, by name."""
+        self._lent: list[str] = []
         self._served: Callable[[], None] | None = None
         self._held: Callable[[], None] | None = None
-        """The load that waits for the end of a shared evaluation."""
+        """The load that waits for an evaluation."""
+        self._begun = 0.0
+        self._engine_s = seconds_alone(plan, 1, durations, samples, max_sequences)
+        """Seconds of one engine for an evaluation: a run has measured it before its first step."""
         engines.on_finished, engines.on_spare = self._finished, self._spare
         self._own = [
             SimulatedEngine(
                 f"Evaluation-{index}", durations, clock, 0, self._finished, lambda engine, version: self._go()
             )
-            for index in range(plan.num_engines if plan.way == OWN else 0)
+            for index in range(plan.num_own if plan.way == OWN else 0)
         ]
 
     @property
     def is_over(self) -> bool:
-        return not self._due
+        return self._now is None and not self._due
 
     def load(self, version: int, served: Callable[[], None]) -> None:
         """Have the engines load a version. `served`: called once the store is to hear of it."""
@@ -155,56 +175,69 @@ class SimulatedEvaluation:
         def load() -> None:
             self._engines.load(version, lambda: self._loaded(version, served))
 
-        if self._plan.way == SHARED and self._due:
+        if self._holds_loads:
             self._held = load
         else:
             load()
+
+    @property
+    def _holds_loads(self) -> bool:
+        """True if the next version waits: for an engine that evaluates it beside its samples, or for its own turn."""
+        if self._plan.way != BESIDE:
+            return False
+        return bool(self._due) or (self._now is not None and not self._lent)
 
     def _loaded(self, version: int, served: Callable[[], None]) -> None:
         if version % self._plan.every_steps and version != self._num_steps:
             served()
             return
-        is_free = not self._due
-        self._due.append((version, self._clock.passed_s))
-        if self._plan.way == BLOCKING:
+        if self._blocks(version):
             self._served = served
-            self._go()
+        else:
+            served()
+        self._due.append((version, self._clock.passed_s))
+        self._next()
+
+    def _blocks(self, version: int) -> bool:
+        """Return whether nothing is trained beside it: after the last step there is nothing to train."""
+        return self._plan.way == BLOCKING or (self._plan.way == BESIDE and version == self._num_steps)
+
+    def _next(self) -> None:
+        """Take up the next evaluation, unless one runs."""
+        if self._now is not None or not self._due:
             return
-        if self._plan.way == LENT and is_free:
-            there = [name for name in self._engines.there if self._engines.there[name].version == version]
-            self._team = there[-min(self._plan.num_engines, len(there) - 1) :] if len(there) > 1 else []
-            self._engines.lend(self._team)
-        served()
-        if is_free and self._plan.way != LENT:
-            self._go()
+        self._now = self._due.pop(0)
+        version, now = self._now[0], self._clock.passed_s
+        if self._plan.way == BESIDE and not self._blocks(version):
+            there = [name for name, engine in self._engines.there.items() if engine.version == version]
+            number = engines_to_lend(self._plan.share, len(there), self._engine_s, now - self._begun)
+            self._lent = there[len(there) - number :]
+            self._engines.lend(self._lent)
+        self._begun = now
+        self._go()
 
     def _members(self) -> list[SimulatedEngine]:
-        if self._plan.way == OWN:
-            return self._own
         there = self._engines.there
-        return [there[name] for name in self._team if name in there] if self._plan.way == LENT else [*there.values()]
+        return self._own or [there[name] for name in self._lent] or [*there.values()]
 
     def _spare(self, name: str) -> None:
-        if name in self._engines.there:
-            self._go()
-            return
-        self._team = [one for one in self._team if one != name]
-        if self._round is not None and not self._round.lose(name):
-            self._ended(is_lost=True)
-        else:
-            self._go()
+        """Hear of an engine that was lent, has loaded a version while it is, or is lost."""
+        if name not in self._engines.there:
+            was_lent, self._lent = name in self._lent, [one for one in self._lent if one != name]
+            if (was_lent and not self._lent) or (self._round is not None and not self._round.lose(name)):
+                self._ended(is_lost=True)
+        self._go()
 
     def _go(self) -> None:
-        """Begin the next evaluation, once its engines have finished their groups and loaded its version."""
-        if self._round is not None or not self._due:
+        """Begin what was taken up, once its engines have finished their groups and have its version."""
+        if self._round is not None or self._now is None:
             return
-        version, members = self._due[0][0], self._members()
-        if self._plan.way in (LENT, OWN):
-            for engine in members:
-                if not engine.groups and engine.version != version:
-                    engine.load(version)
-            if any(engine.groups or engine.version != version for engine in members):
-                return
+        version, members = self._now[0], self._members()
+        for engine in self._own:
+            if engine.version != version:
+                engine.load(version)
+        if any(engine.groups for engine in members if self._lent) or any(one.version != version for one in self._own):
+            return
         if not members:
             self._ended(is_lost=True)
             return
@@ -214,25 +247,38 @@ class SimulatedEvaluation:
     def _finished(self, engine: SimulatedEngine, group: SampledGroup) -> None:
         if self._round is not None:
             self._round.finished(engine, group)
-        elif engine.name in self._team:
+        elif engine.name in self._lent:
             self._go()
 
     def _ended(self, *, is_lost: bool = False) -> None:
-        version, due = self._due.pop(0)
-        self._round = None
+        assert self._now is not None
+        version, due = self._now
+        self._now = self._round = None
         if not is_lost:
             self.times.append(EvaluationTimes(version, due, self._clock.passed_s))
-        if self._due:
-            self._go()
-            return
-        if self._plan.way == LENT:
-            self._team, team = [], self._team
-            self._engines.take_back(team)
-        served, self._served = self._served, None
-        held, self._held = self._held, None
-        for action in (served, held):
-            if action is not None:
-                action()
+        self._lent, lent = [], self._lent
+        self._engines.take_back(lent)
+        served, self._served = (self._served, None) if self._blocks(version) else (None, self._served)
+        if served is not None:
+            served()
+        self._next()
+        if self._held is not None and not self._holds_loads:
+            held, self._held = self._held, None
+            held()
+
+
+def mean_steps(
+    steps_s: Sequence[float], evaluations: Sequence[EvaluationTimes], num_first: int
+) -> tuple[float | None, float | None]:
+    """Mean seconds of the steps beside which something is evaluated, and of the others; None: there are none. The first
+    `num_first` and the last are left out: they fill the pipeline, and after the last one nothing is left to train."""
+    beside, others, end = list[float](), list[float](), 0.0
+    for number, seconds in enumerate(steps_s[:-1]):
+        end += seconds
+        if number >= num_first:
+            is_beside = any(one.due < end and one.ended > end - seconds for one in evaluations)
+            (beside if is_beside else others).append(seconds)
+    return fmean(beside) if beside else None, fmean(others) if others else None
 
 
 def seconds_alone(

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
-from statistics import fmean
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +12,11 @@ from penstock.planner.durations import ConstantDurations, SyncSeconds
 from penstock.planner.lengths import Lengths
 from penstock.planner.simulation.engines import FleetChanges
 from penstock.planner.simulation.simulated_evaluation import (
+    BESIDE,
     BLOCKING,
-    LENT,
     OWN,
-    SHARED,
     EvaluationPlan,
+    mean_steps,
     seconds_alone,
 )
 from penstock.planner.simulation.simulated_members import SimulatedSamples
@@ -45,13 +44,12 @@ def evaluating(plan: EvaluationPlan | None, num_engines: int, max_staleness: int
     return Simulation(config, durations, SAMPLES, evaluation=plan).run()
 
 
-def mean_steps(found: SimulationResult) -> tuple[float, float]:
+def steps_of(found: SimulationResult) -> tuple[float, float]:
     """Mean seconds of the steps beside which something is evaluated, and of the others."""
-    beside, others = [], []
-    for seconds, end in list(zip(found.steps_s, accumulate(found.steps_s), strict=True))[FILL:]:
-        is_beside = any(one.due < end and one.ended > end - seconds for one in found.evaluations)
-        (beside if is_beside else others).append(seconds)
-    return fmean(beside), fmean(others)
+    beside, others = mean_steps(found.steps_s, found.evaluations, FILL)
+    assert beside is not None
+    assert others is not None
+    return beside, others
 
 
 def largest_wait(found: SimulationResult, alone_s: float) -> float:
@@ -63,9 +61,9 @@ def largest_wait(found: SimulationResult, alone_s: float) -> float:
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @pytest.mark.parametrize("num_engines", [1, 4])
 def test_own_engines_leave_steps_as_they_are(num_engines: int, max_staleness: int) -> None:
-    plan = EvaluationPlan(20, 128, 8, OWN, 1)
+    plan = EvaluationPlan(20, 128, 8, OWN)
     found = evaluating(plan, num_engines, max_staleness)
-    beside, others = mean_steps(found)
+    beside, others = steps_of(found)
     assert beside <= 1.05 * others
     assert largest_wait(found, seconds_alone(plan, 1, GPU, SAMPLES, ROOM)) <= 1.15
 
@@ -73,21 +71,33 @@ def test_own_engines_leave_steps_as_they_are(num_engines: int, max_staleness: in
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @pytest.mark.parametrize(("num_engines", "num_lent"), [(2, 1), (4, 1), (4, 2), (8, 3)])
 def test_lent_engines_cost_steps_no_more_than_their_share(num_engines: int, num_lent: int, max_staleness: int) -> None:
-    plan = EvaluationPlan(20, 64 * num_lent, 8, LENT, num_lent)
+    plan = EvaluationPlan(20, 64 * num_lent, 8, BESIDE, num_lent)
     found = evaluating(plan, num_engines, max_staleness)
-    beside, others = mean_steps(found)
+    beside, others = steps_of(found)
     assert others < beside <= 1.15 * others * num_engines / (num_engines - num_lent)
     assert largest_wait(found, seconds_alone(plan, num_lent, GPU, SAMPLES, ROOM)) <= 1.15
 
 
+@pytest.mark.parametrize("num_problems", [64, 256, 512])
+def test_as_few_engines_are_lent_as_are_done_before_the_next_evaluation(num_problems: int) -> None:
+    plan = EvaluationPlan(20, num_problems, 8, BESIDE)
+    found = evaluating(plan, 8, 2)
+    until_next_s = [after.due - one.due for one, after in pairwise(found.evaluations)]
+    taken_s = [one.ended - one.due for one in found.evaluations[:-1]]
+    assert all(took < until for took, until in zip(taken_s, until_next_s, strict=True))
+    fewest = min(n for n in range(1, 8) if seconds_alone(plan, n, GPU, SAMPLES, ROOM) < 0.9 * min(until_next_s))
+    beside, others = steps_of(found)
+    assert beside <= 1.15 * others * 8 / (8 - fewest)
+
+
 def test_an_evaluation_that_blocks_would_be_seen() -> None:
-    beside, others = mean_steps(evaluating(EvaluationPlan(20, 128, 8, BLOCKING), 4, 2))
+    beside, others = steps_of(evaluating(EvaluationPlan(20, 128, 8, BLOCKING), 4, 2))
     assert beside > 5 * others
 
 
 def test_lent_engines_cost_nothing_where_ranks_decide() -> None:
-    beside, others = mean_steps(
-        evaluating(EvaluationPlan(20, 128, 8, LENT, 1), 4, 2, replace(GPU, update_tokens_per_s=4_000))
+    beside, others = steps_of(
+        evaluating(EvaluationPlan(20, 128, 8, BESIDE, 1), 4, 2, replace(GPU, update_tokens_per_s=4_000))
     )
     assert beside <= 1.05 * others
 
@@ -115,23 +125,29 @@ def test_samples_follow_the_greedy_responses() -> None:
 @settings(max_examples=amount(40), deadline=None)
 @given(
     seed=st.integers(0, 1000), bound=st.integers(0, 3), engines=st.integers(1, 4), every=st.integers(1, 4),
-    problems=st.integers(1, 40), samples=st.integers(0, 3), way=st.sampled_from((BLOCKING, SHARED, LENT, OWN)),
-    lent=st.integers(1, 3), faults=st.booleans(),
+    problems=st.integers(1, 40), samples=st.integers(0, 3), way=st.sampled_from((BLOCKING, BESIDE, OWN)),
+    share=st.sampled_from(("auto", 1, 2)), faults=st.booleans(),
 )  # fmt: skip
 def test_every_group_is_trained_once_within_the_bound_beside_an_evaluation(
-    seed: int, bound: int, engines: int, every: int, problems: int, samples: int, way: str, lent: int, faults: bool
+    seed: int,
+    bound: int,
+    engines: int,
+    every: int,
+    problems: int,
+    samples: int,
+    way: str,
+    share: int | str,
+    faults: bool,
 ) -> None:
     config = config_of(
         max_staleness=bound,
         seed=seed,
         **{"rollout.num_workers": engines, "trainer.max_steps": 6, "rollout.max_concurrent_samples": 6},
     )
-    if way == LENT and engines == 1:
-        way = SHARED
     changes = FleetChanges(40.0, 7.0) if faults else FleetChanges()
     lengths = SimulatedSamples(partial(Lengths.lognormal(10, 40, 0.5).of, seed=seed), prompt_tokens=5)
     simulation = Simulation(
-        config, EASY, lengths, changes, evaluation=EvaluationPlan(every, problems, samples, way, lent)
+        config, EASY, lengths, changes, evaluation=EvaluationPlan(every, problems, samples, way, share)
     )
     found = played(simulation)
     due = [step for step in range(1, 7) if step % every == 0 or step == 6]
