@@ -1,4 +1,5 @@
-"""Costs of environments and agents: the gateway, a thousand attempts that wait for tools, the sandbox, and TRL.
+"""Costs of environments and agents: the gateway, a thousand attempts that wait for tools, the sandbox, workspaces,
+and TRL.
 
 make bench-env && python -m benchmarks.agents --json agents.json
 """
@@ -8,7 +9,7 @@ import statistics
 from typing import Any
 
 from benchmarks import sandbox
-from benchmarks.agents import against_trl, gateway, waiting
+from benchmarks.agents import against_trl, gateway, waiting, workspaces
 from benchmarks.agents.engine import engine
 from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 
@@ -25,6 +26,8 @@ def main() -> None:
     executions = sandbox.measure(num_rounds, {"warm": 60, "cold": 6} if arguments.quick else {"warm": 600, "cold": 60})
     rows += [{"part": "sandbox", "side": entry["kind"], "per_s": entry["per_s"]} for entry in executions]
     targets += sandbox.targets_of(executions)
+    in_workspaces = asyncio.run(workspaces.rounds(num_rounds, arguments.quick))
+    targets += workspaces.targets(in_workspaces)
     rows += against_trl.rounds(num_rounds, *((1, 60, 2) if arguments.quick else (6,)))
     targets += against_trl.targets(rows, median)
     table = new_table("Environments and agents", ["part", "side"], ["a second, median", "rounds"])
@@ -34,7 +37,7 @@ def main() -> None:
     show(table)
     against_trl.print_table(rows)
     print_targets(targets)
-    write_json(arguments.json, "agents", rows, targets)
+    write_json(arguments.json, "agents", [*rows, *in_workspaces], targets)
 
 
 def median(rows: list[dict[str, Any]], side: str) -> float:

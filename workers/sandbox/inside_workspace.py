@@ -141,15 +141,14 @@ class WorkspaceKeeper(Keeper):
     def run_child(self, files: list[int]) -> NoReturn:
         code = 70
         try:
-            with open(f"/proc/self/fd/{files[REQUEST]}", "rb") as file:
-                request: dict[str, Any] = json.loads(file.read())
+            request: dict[str, Any] = json.loads(os.pread(files[REQUEST], os.fstat(files[REQUEST]).st_size, 0))
             task = request.get("do", "python")
             is_code = task in ("run", "python")
             take_files(files if is_code else [*files, self.upper])
             if is_code:
                 checked("mount", b"proc", b"/proc", b"proc", NO_SUID_DEVICES | NO_PROGRAMS, None)
-            with open("/proc/self/oom_score_adj", "w") as score:
-                score.write("1000")  # the kernel ends commands, and not the keeper, which has the tree
+            # The kernel is to end commands where memory runs out, and not the keeper, which has the tree.
+            os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
             fence_in(self.limits if is_code else self.limits | {"file_bytes": -1}, self.program)
             os.chdir(self.at)
             code = getattr(self, f"do_{task}")(request) or 0
