@@ -64,14 +64,14 @@ def test_penstock_is_compared_with_the_fastest_engine_by_which_trl_trains():
     assert [target.value for target in end_to_end.targets_of(rounds)] == [2.0]
 
 
-def test_the_asynchronous_run_is_compared_with_the_synchronous_one_of_the_same_round():
+def test_async_is_compared_with_sync_of_the_same_round():
     rounds = rounds_of(sync=[4.0, 2.0, 3.0], **{"async": [4.0, 4.0, 2.0]})
     assert end_to_end.ratios_to("sync", rounds, "fixed", "async") == [1.0, 0.5, 1.5]
     (target,) = end_to_end.targets_of(rounds)
     assert (target.name, target.value, target.met) == ("fixed, async: samples/s over sync's", 1.0, True)
 
 
-def test_the_first_round_of_the_asynchronous_side_is_as_long_as_its_longest_trial():
+def test_the_first_round_of_async_is_as_long_as_its_longest_trial():
     settles = end_to_end.STALENESS["async"] + 2
     longest = 2 * settles + turns.TRIED + (settles + turns.TRIED) + (settles + 2 * turns.TRIED) * (turns.PAIRS - 1)
     assert end_to_end.FIRST_STEPS["async"] >= longest

@@ -122,7 +122,8 @@ def test_several_updates_a_batch_are_num_iterations(epochs, seed):
         _buffered_inputs=None,
     )
     minibatches = []
-    for trainer._step in range(2 * epochs):
+    for number in range(2 * epochs):
+        vars(trainer)["_step"] = number
         part = GRPOTrainer._prepare_inputs(trainer, generated)
         minibatches.append(part["rows"])
         of_part = of_rows(columns, part["rows"]) | {"old_logprobs": part["old_logprobs"]}
