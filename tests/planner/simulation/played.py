@@ -22,10 +22,12 @@ ten tokens, and five of its prompt, to be trained."""
 
 
 def config_of(*words: str, **changes: Any) -> RunConfig:
-    """A run of three steps of four groups of two samples, by two engines and two ranks."""
+    """A run of three steps of four groups of two samples, by two engines and two ranks. Sequences keep their caches, so
+    that nothing is read twice."""
     keys: dict[str, Any] = {
         "algorithm.group_size": 2, "trainer.groups_per_step": 4, "trainer.max_steps": 3, "trainer.num_ranks": 2,
-        "rollout.num_workers": 2, "rollout.max_concurrent_samples": 64, "max_staleness": 0, **changes,
+        "rollout.num_workers": 2, "rollout.max_concurrent_samples": 64, "max_staleness": 0,
+        "rollout.on_update": "keep", **changes,
     }  # fmt: skip
     config = deepcopy(_loaded(words))
     for key, value in keys.items():

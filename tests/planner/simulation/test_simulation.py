@@ -74,6 +74,29 @@ def test_a_version_that_comes_while_a_group_decodes_is_that_of_later_tokens() ->
     found = play(config, durations)
     assert found.staleness == {0: 1, 1: 1}
     assert found.staleness_mean == pytest.approx(2 / 20)
+    again = play(replace(config, rollout=replace(config.rollout, on_update="recompute")), durations)
+    assert again.staleness_mean == found.staleness_mean
+    assert again.seconds == pytest.approx(found.seconds + (5 + 2) / 10.0), "its prompt and two tokens are read again"
+
+
+@pytest.mark.parametrize("num_engines", [2, 4])
+def test_engines_that_finish_first_load_one_after_the_other(num_engines: int) -> None:
+    changes = {"rollout.num_workers": num_engines, "trainer.max_steps": 12, "rollout.on_update": "finish"}
+    simulation = Simulation(config_of(max_staleness=2, **changes), EASY, TEN)
+    assert simulation.engines is not None
+    seen: list[tuple[str, int, int]] = []
+
+    def note(name: str, version: int, began: float) -> None:
+        engines = simulation.engines.there  # type: ignore[union-attr]
+        others = sum(engine.version < version for engine in engines.values())
+        seen.append((name, len(engines[name].groups), others))
+
+    simulation.engines.on_load = note
+    played(simulation)
+    names = [name for name, _, _ in seen]
+    assert names[:num_engines] == [f"Rollout-{index}" for index in range(num_engines)]
+    assert {groups for _, groups, _ in seen} == {0}
+    assert [others for _, _, others in seen[:num_engines]] == list(range(num_engines))[::-1]
 
 
 def test_engines_stay_full_across_steps_where_the_bound_lets_them() -> None:
