@@ -284,3 +284,27 @@ def test_without_a_cgroup_a_watch_ends_what_takes_too_much(tree, monkeypatch):
     assert room.run(workspace, "for i in 1 2 3 4; do (while :; do :; done) & done; wait").reason == "timeout_cpu"
     assert room.run(workspace, "cat made mine").stdout == "1\nkept\n"
     room.close()
+
+
+COVERED = """
+import asyncio, sys
+from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.sandbox.workspace import Workspaces
+async def main():
+    async with Sandbox() as sandbox:
+        print((await sandbox.run_python("print(7)")).stdout.strip())
+    try:
+        async with Workspaces().open(sys.argv[1]): print("opened")
+    except Exception as error: print(type(error).__name__, error)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.machines
+def test_where_proc_is_covered_in_parts_the_error_says_what_to_do(tree):
+    """As Docker does it; the sandbox works there."""
+    inner = f"mount --bind /dev/null /proc/version && exec {sys.executable} -c '{COVERED}' {tree}"
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inner]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    assert done.stdout.startswith("7\nSandboxUnavailable sandbox: a workspace has a /proc of its own"), done
+    assert "systempaths=unconfined" in done.stdout

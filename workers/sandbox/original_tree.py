@@ -148,9 +148,14 @@ def special_files(place: str, names: list[str]) -> list[str]:
 
 
 def plain_member(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-    """Python's filter "tar": nothing outside of the directory, no set-user-ID. Owners are set afterwards."""
+    """Python's filter "tar" (nothing outside of the directory, no set-user-ID), and no hard link to what is outside.
+    Owners are set afterwards."""
     if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
         return None
+    if member.islnk():
+        target = os.path.realpath(os.path.join(path, member.linkname))
+        if not Path(target).is_relative_to(os.path.realpath(path)):
+            raise tarfile.LinkOutsideDestinationError(member, target)
     return tarfile.tar_filter(member, path)
 
 
