@@ -346,8 +346,8 @@ def _help(said: str) -> str:
     if "mount proc" in said:
         return (
             f"sandbox: a workspace has a /proc of its own, which cannot be mounted here: {said[:500]}. The kernel "
-            "refuses it where this container's /proc is covered in parts. Start it with Docker's `--security-opt systempaths="
-            "unconfined`, or with `procMount: Unmasked` of Kubernetes (docs/sandbox.md)."
+            "refuses it where this container's /proc is covered in parts. Start it with Docker's `--security-opt "
+            "systempaths=unconfined`, or with `procMount: Unmasked` of Kubernetes (docs/sandbox.md)."
         )
     return (
         f"sandbox: the fence for code of a model cannot be built here, so none of it runs: {said[:500]}. It takes user "
