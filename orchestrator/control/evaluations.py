@@ -121,9 +121,9 @@ class Evaluations:
 
     async def begin(self, step: int) -> None:
         """Begin to measure the version of a step, which all engines have. Waits for the evaluation before."""
-        until_next_s, engines = _now_s() - self._begun, self._fleet.role("rollout")
+        until_next_s = _now_s() - self._begun
         await self._ended()
-        self._begun = _now_s()
+        self._begun, engines = _now_s(), self._fleet.role("rollout")
         number = engines_to_lend(self._config.evaluation.share, len(engines), self._engine_s, until_next_s)
         lent = await self._loans.take([name for name, _ in engines[len(engines) - number :]]) if number else []
         await self._start(Evaluation(step, lent or engines, are_lent=bool(lent)))

@@ -100,9 +100,9 @@ def test_some_engines_measure_a_version_while_the_rest_samples_for_later_steps(t
 
 
 def test_as_many_engines_are_lent_as_are_done_before_the_next_evaluation(tmp_path: Path) -> None:
-    run(config_of(tmp_path), evaluator := Measured(engine_s=100.0))
-    assert {len(engines) for engines in evaluator.asked[1:-1]} <= {2, 3}
-    run(config_of(tmp_path / "one", "evaluation.share=1"), evaluator := Measured(engine_s=100.0))
+    run(config_of(tmp_path), evaluator := Measured(engine_s=250.0))
+    assert {len(engines) for engines in evaluator.asked[2:-1]} <= {2, 3}  # by how long the one after step 7 took
+    run(config_of(tmp_path / "one", "evaluation.share=1"), evaluator := Measured(engine_s=250.0))
     assert {len(engines) for engines in evaluator.asked[1:-1]} == {1}
 
 
