@@ -83,6 +83,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.weights --json benchmarks/results/weights.json $(ARGS)
 	$(BIN)/python -m benchmarks.agents --json benchmarks/results/agents.json $(ARGS)
 	$(BIN)/python -m benchmarks.stragglers --json benchmarks/results/stragglers.json $(ARGS)
+	$(BIN)/python -m benchmarks.updates_in_flight --json benchmarks/results/updates_in_flight.json $(ARGS)
 	$(BIN)/python -m benchmarks.machines --json benchmarks/results/machines.json $(ARGS)
 	$(BIN)/python -m benchmarks.simulated_chain --json benchmarks/results/simulated_chain.json $(ARGS)
 	$(BIN)/python -m benchmarks.training --json benchmarks/results/training.json $(ARGS)
