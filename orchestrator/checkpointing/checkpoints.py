@@ -409,6 +409,8 @@ class CheckpointWriter:
     def scored(self, step: int, evaluated: Mapping[str, Any]) -> None:
         """Add what was measured of a step's version to its checkpoint, once it is complete, without pausing training.
         `evaluated`: metrics; empty if the evaluation is lost."""
+        if not self._config.checkpoint.every_steps:
+            return
         self._awaited.discard(step)
         self._scores |= {step: evaluated} if evaluated else {}
         scoring = asyncio.create_task(self._add_scores())
