@@ -44,7 +44,17 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 BUILTIN = {
     name: f"penstock.workers.agents.adapters.{name}"
-    for name in ("agent", "gymnasium", "textarena", "reasoning_gym", "verifiers", "tools", "mcp", "openenv")
+    for name in (
+        "agent",
+        "gymnasium",
+        "repository",
+        "textarena",
+        "reasoning_gym",
+        "verifiers",
+        "tools",
+        "mcp",
+        "openenv",
+    )
 }
 """Modules that register environments, by the environment's name."""
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {}

@@ -1,0 +1,125 @@
+"""Tasks in SWE-bench's columns: a policy that repairs a repository is rewarded by tests that it has never seen."""
+
+import asyncio
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import ConfigError, DataError
+from penstock.workers.agents.adapters.repository import PATCHED, Repository, required_tests
+from penstock.workers.agents.environment import Task
+from penstock.workers.agents.trajectory import COMPLETED, FAILED
+from penstock.workers.protocols import Sampling
+from tests.workers.agents.played import ScriptedEngines, make_runner
+
+PATCH = """\
+diff --git a/tests/test_sums.py b/tests/test_sums.py
+--- a/tests/test_sums.py
++++ b/tests/test_sums.py
+@@ -1,5 +1,9 @@
+ from sums import add, double
+
+
+ def test_double():
+     assert double(3) == 6
++
++
++def test_add():
++    assert add(2, 3) == 5
+diff --git a/tests/old.py b/tests/old.py
+deleted file mode 100644
+--- a/tests/old.py
++++ /dev/null
+@@ -1 +0,0 @@
+-import gone
+"""
+ROW = {
+    "index": 0, "instance_id": "sums-1", "problem_statement": "add subtracts", "test_patch": PATCH,
+    "FAIL_TO_PASS": json.dumps(["tests/test_sums.py::test_add"]), "PASS_TO_PASS": ["tests/test_sums.py::test_double"],
+}  # fmt: skip
+
+
+def task(**changes: Any) -> Task:
+    return Task("0", 0, {**ROW, **changes})
+
+
+def archive(directory: Path) -> None:
+    tree = directory / "tree"
+    (tree / "tests").mkdir(parents=True)
+    (tree / "sums.py").write_text("def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n")
+    (tree / "tests" / "__init__.py").touch()
+    (tree / "tests" / "test_sums.py").write_text(PATCH.partition("@@\n")[2].partition("+")[0].replace("\n ", "\n")[1:])
+    (tree / "tests" / "old.py").write_text("import gone\n")
+    with tarfile.open(directory / "sums-1.tar.gz", "w:gz") as file:
+        file.add(tree, ".")
+
+
+def played(directory: Path, *answers: str, **changes: Any) -> Any:
+    left = iter(answers)
+    packages = Path(pytest.__file__).parents[1]
+    names = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
+    environment = Repository(
+        f"{directory}/{{instance_id}}.tar.gz",
+        show=[str(packages / name) for name in names if (packages / name).exists()],
+        variables={"PYTHONPATH": str(packages)},
+    )
+
+    async def main() -> Any:
+        engines = ScriptedEngines(lambda prompt, sampling: next(left))
+        runner = make_runner(environment, engines, max_model_len=4000)
+        attempt = await runner.attempt(task(**changes), Sampling(max_tokens=200, seed=5))
+        await runner.close()
+        return attempt, engines.asked[-1][0]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("commands", "reward"),
+    [
+        (["sed -i 's/a - b/a + b/' sums.py"], 1.0),
+        (["cd tests", "ls; cat test_sums.py", "cd ..", "true"], 0.0),
+        (["echo 'def test_add(): pass' > tests/test_sums.py"], 0.0),
+        (["sed -i 's/a - b/a + b/; s/2 [*] a/a/' sums.py"], 0.0),
+    ],
+    ids=["repaired", "looked", "changed the tests", "broke another"],
+)
+def test_a_policy_is_rewarded_for_tests_that_it_has_not_seen(
+    tmp_path: Path, commands: list[str], reward: float
+) -> None:
+    archive(tmp_path)
+    attempt, read = played(tmp_path, *(f"[bash(command={command!r})]" for command in commands), "done")
+    assert (attempt.outcome.kind, attempt.reward) == (COMPLETED, reward), attempt.outcome
+    assert "exit code 0" in read
+    assert "add(2, 3)" not in read
+
+
+@pytest.mark.real
+def test_a_patch_that_does_not_fit_the_archive_is_named(tmp_path: Path) -> None:
+    archive(tmp_path)
+    attempt, _ = played(tmp_path, "done", test_patch=PATCH.replace("double(3)", "triple(3)"))
+    assert attempt.outcome.kind == FAILED
+    assert "test_patch cannot be applied" in attempt.outcome.detail
+
+
+def test_what_is_missing_or_wrong_is_named() -> None:
+    assert required_tests(task()) == {"tests/test_sums.py::test_add", "tests/test_sums.py::test_double"}
+    with pytest.raises(DataError, match="would be right"):
+        required_tests(task(FAIL_TO_PASS="[]", PASS_TO_PASS=[]))
+    with pytest.raises(DataError, match="neither a list"):
+        required_tests(task(FAIL_TO_PASS="test_add"))
+    with pytest.raises(DataError, match="no column PASS_TO_PASS"):
+        required_tests(Task("0", 0, {"FAIL_TO_PASS": []}))
+    with pytest.raises(ConfigError, match="command=pytest"):
+        Repository("x", command="pytest")
+    with pytest.raises(ConfigError, match="two positive numbers"):
+        Repository("x", timeouts_s=[1])
+
+
+def test_files_of_a_patch_are_those_that_it_names() -> None:
+    moved = "diff --git a/x b/y\nrename from x\nrename to y\n"
+    assert list(dict.fromkeys(PATCHED.findall(PATCH + moved))) == ["tests/test_sums.py", "tests/old.py", "x", "y"]
