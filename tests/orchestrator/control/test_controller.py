@@ -276,7 +276,7 @@ def test_training_goes_on_while_engines_load_where_no_goal_is_set(tmp_path: Path
         return 0.5
 
     play.run(accuracy)
-    assert max(begun) == 1
+    assert max(begun) >= 1
 
 
 def raising(error: Exception, after: int) -> Callable[..., Any]:
