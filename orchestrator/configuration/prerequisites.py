@@ -273,7 +273,8 @@ def _rewards_of(config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
 def _environment_runs_code(config: RunConfig) -> bool:
     """Return whether the environment runs code. A user's own does not say so, unless it requires a control group."""
     environment = config.environment
-    return "python" in (environment.options.get("tools") or ()) or environment.sandbox.require_cgroup
+    runs_python = "python" in (environment.options.get("tools") or ())
+    return runs_python or environment.name == "repository" or environment.sandbox.require_cgroup
 
 
 # Packages.

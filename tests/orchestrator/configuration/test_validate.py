@@ -406,6 +406,7 @@ def test_the_fence_of_code_is_tried_with_the_limits_that_it_will_have(
     assert limits_of_code(config) == [Limits(cpu_s=2), Limits()]
     assert limits_of_code(load_config(["environment.sandbox.require_cgroup=true"])) == [Limits(require_cgroup=True)]
     assert limits_of_code(load_config(["reward.function=math_verify"])) == []
+    assert limits_of_code(load_config(["environment.name=repository"])) == [Limits()]
 
 
 def test_how_calls_of_tools_are_read_is_told_at_the_start(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Repository:
         if len(timeouts_s) != 2 or min(timeouts_s) <= 0:
             raise ConfigError(f"environment.options.timeouts_s={list(timeouts_s)}: it is two positive numbers.")
         self._archive, self._command, self._max_rounds = archive, command, max_rounds
-        self._options = {"at": at, "show": show, "variables": variables}
+        self._options: dict[str, Any] = {"at": at, "show": show, "variables": variables}
         self._run_s, self._test_s = timeouts_s
         self._tests: dict[str, dict[str, bytes | None]] = {}
         """Files of test patches, by task."""
