@@ -26,6 +26,8 @@ NUM_KEPT = 16
 LEAST_SLOPE = 0.05
 """Least change of a token's log-probability, in nats by a change of the temperature by a factor of e (root mean
 square), from which the temperature can be estimated."""
+EXPLAINED = 0.5
+"""Largest share of the difference that is left where another temperature explains it."""
 OTHER_TOKEN = 0.1
 """|Δ log p| of a token that is no rounding in any dtype, and its least ratio to that of all tokens before it."""
 OTHER_RATIO = 5.0
@@ -50,7 +52,7 @@ class ProbeAnswer:
     """|Δ log p| of tokens, `[T]` float32; at temperatures other than 1 of the last ones, `[R]`."""
     temperature: float = math.nan
     """The temperature at which the engine's scores are closest to what it recorded, as a multiple of that asked for.
-    NaN: not known."""
+    NaN: not known, or no temperature explains half of the difference."""
     is_doubled: bool = False
     """True if the first token that differs repeats the one before it: it was written twice."""
 
@@ -120,11 +122,20 @@ def compare(row: ProbeRow, output: SampleOutput, is_own: bool) -> ProbeAnswer | 
     differences_T = np.abs(found_T - known_T).astype(np.float32)
     if not is_own:
         return ProbeAnswer(differences_T)
-    ratio = math.nan
+    factor = math.nan
     if whole_RV is not None:
         num = len(whole_RV)
-        ratio = fitted_temperature(whole_RV, ids_T[-num:], known_T[-num:], row.temperature) / row.temperature
-    return ProbeAnswer(differences_T, ratio, _is_doubled(ids_T, differences_T))
+        factor = _explaining_factor(whole_RV, ids_T[-num:], known_T[-num:], row.temperature)
+    return ProbeAnswer(differences_T, factor, _is_doubled(ids_T, differences_T))
+
+
+def _explaining_factor(whole_RV: np.ndarray, ids_R: np.ndarray, known_R: np.ndarray, temperature: float) -> float:
+    """See `ProbeAnswer.temperature`."""
+    fitted = fitted_temperature(whole_RV, ids_R, known_R, temperature)
+    if math.isnan(fitted):
+        return math.nan
+    before, after = (np.abs(at_temperature(whole_RV, ids_R, each) - known_R).mean() for each in (temperature, fitted))
+    return fitted / temperature if after <= EXPLAINED * before else math.nan
 
 
 def at_temperature(whole_RV: np.ndarray, ids_R: np.ndarray, temperature: float) -> np.ndarray:

@@ -116,8 +116,8 @@ ENGINE = "rollout/groups/Rollout-"
 only answer."""
 SCORES, SAMPLES, TEMPERATURE, DOUBLED = "probe/scores/", "probe/samples/", "probe/temperature/", "probe/doubled/"
 """Prefixes of what probes have found out of each engine (`control/engine_probe.py`)."""
-LEAST_LOOKS, LEAST_FITS = 2, 3
-"""Least numbers of looks at an engine within the window, and of estimates of its temperature."""
+LEAST_LOOKS = 2
+"""Least number of looks at an engine within the window, and of estimates of its temperature."""
 OTHER_TEMPERATURE, SPREADS = 0.005, 3.0
 """Difference of an engine's temperature that counts, as a share of it, and its least ratio to the spread of the
 estimates."""
@@ -180,14 +180,16 @@ def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
             f"|Δ log p| {_mean_of(means, [*hotter]):.2g} a token{_of_others(means, [*hotter])}",
             "See rollout.engine_options for what changes its logits or its temperature.",
         )
-    wrong = _engines_beyond(means, config)
+    flags = history.within(DOUBLED)
+    doubled = [name for name in sorted(means) if 3 * len(flags.get(name, ())) >= max(6, len(means[name]))]
+    wrong = doubled or _engines_beyond(means, config)
     if not wrong:
         return None
     text = (
         f"{', '.join(wrong)}: samples differ from the engine's own scores of them, under the same weights, by "
         f"|Δ log p| {_mean_of(means, wrong):.2g} a token{_of_others(means, wrong)}"
     )
-    if any(history.within(DOUBLED).get(name) for name in wrong):
+    if doubled:
         return Finding(
             "mismatch",
             f"{text}, from a token on that repeats the one before it: it was written twice",
@@ -203,7 +205,7 @@ def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
 
 def _other_temperatures(history: History, means: Mapping[str, Any]) -> dict[str, float]:
     """The temperature of engines that sample at another one, as a multiple of it."""
-    fits = {name: each for name, each in sorted(history.within(TEMPERATURE).items()) if len(each) >= LEAST_FITS}
+    fits = {name: each for name, each in sorted(history.within(TEMPERATURE).items()) if len(each) >= LEAST_LOOKS}
     return {
         name: statistics.fmean(each)
         for name, each in fits.items()

@@ -55,7 +55,7 @@ def test_a_right_engine_differs_by_rounding_at_any_temperature(temperature: floa
         assert answer.differences.max() < 1e-6
         assert len(answer.differences) == (20 if temperature == 1 else POSITIONS)
         assert not answer.is_doubled
-    assert answer.temperature == pytest.approx(1.0, abs=1e-5)
+    assert math.isnan(answer.temperature) or answer.temperature == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -79,6 +79,14 @@ def test_a_sure_model_says_nothing_of_its_temperature() -> None:
     whole = np.full((4, VOCABULARY), -60.0, np.float32)
     whole[:, 3] = 0.0
     assert math.isnan(fitted_temperature(whole, np.full(4, 3), np.zeros(4), 1.0))
+
+
+def test_a_difference_that_no_temperature_explains_is_of_none() -> None:
+    row, output = row_and_output(1.0, 1.0)
+    noise = np.random.default_rng(3).normal(0, 0.1, len(row.logprobs)).astype(np.float32)
+    answer = compare(ProbeRow(row.token_ids, row.logprobs + noise), output, is_own=True)
+    assert answer is not None
+    assert math.isnan(answer.temperature)
 
 
 def test_at_another_temperature_chosen_scores_alone_compare_nothing() -> None:

@@ -1,5 +1,6 @@
 """Engines of vLLM that are wrong in one way are named, with the cause, by the warning of an asynchronous run
-(`max_staleness=2`). Engine, actor, trainer, publications, probe and diagnosis are a run's; store and cluster are left out.
+(`max_staleness=2`). Engine, actor, trainer, publications, probe and diagnosis are a run's, without store and cluster.
+`pytest -s` prints the table of docs/monitoring.md.
 """
 
 import asyncio
@@ -7,6 +8,7 @@ import re
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -36,26 +38,25 @@ from tests.workers.trainer.conftest import copy_of_weights
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
-NAME, MAX_STALENESS, NUM_STEPS = "Rollout-0", 2, 16
+NAME, MAX_STALENESS, NUM_STEPS = "Rollout-0", 2, 14
 NUM_GROUPS, GROUP = 6, 4
 PROMPTS = [[20 + (5 * group + place) % 60 for place in range(40)] for group in range(NUM_GROUPS)]
 """Longer than a block of the cache, so that a group's prompt can be found there."""
-TOKENS = 40
-LAYER = "model.layers.0.mlp.down_proj.weight"
+TOKENS, MAX_LENGTH = 40, 96
+LAYER = "model.layers.0."
 LR = 1e-3
 
 
 class WrongEngine(VllmEngine):
     """Wrong in the way that `wrong` names; right where it is empty."""
 
-    wrong = ""
-    factor = 1.01
+    wrong, dtype = "", "float32"
 
     async def generate(
         self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, *pictures: Any
     ) -> list[Completion]:
         if self.wrong == "temperature":
-            sampling = replace(sampling, temperature=self.factor * sampling.temperature)
+            sampling = replace(sampling, temperature=1.01 * sampling.temperature)
         completions = await super().generate(prompt_ids, num_samples, sampling, *pictures)
         return [twice(one) for one in completions] if self.wrong == "doubled" else completions
 
@@ -76,22 +77,26 @@ def twice(one: Completion) -> Completion:
 class Run:
     """An asynchronous run with one engine; batches are trained two versions after they were begun."""
 
-    def __init__(self, engine: WrongEngine, actor: Rollout, model_path: str, root: Path, temperature: float) -> None:
-        self._engine, self._actor, self._root = engine, actor, root
+    def __init__(self, served: "Served", root: Path, dtype: str, temperature: float) -> None:
+        """`dtype`: that the configuration says."""
+        self._engine, self._actor, self._root = served.engine, served.actor, root
         self._sampling = Sampling(temperature=temperature, max_tokens=TOKENS, ignore_eos=True)
-        config = TrainerConfig(optimizer=OptimizerConfig(lr=LR, warmup_steps=0))
-        self.trainer = PolicyTrainer(config, model_path, temperature=temperature)
+        config = TrainerConfig(dtype=dtype, optimizer=OptimizerConfig(lr=LR, warmup_steps=0))
+        self.trainer = PolicyTrainer(config, served.model_path, temperature=temperature)
         self._temperature = temperature
-        handle = SimpleNamespace(probe=SimpleNamespace(remote=actor.probe))
+        handle = SimpleNamespace(probe=SimpleNamespace(remote=served.actor.probe))
         fleet: Any = SimpleNamespace(role=lambda role: [(NAME, handle)])
         self._weights: Any = SimpleNamespace(serving={})
-        self._probe = EngineProbe(fleet, self._weights, engine._config.max_model_len)
+        self._probe = EngineProbe(fleet, self._weights, MAX_LENGTH)
         self._before: dict[str, torch.Tensor] = {}
-        dtype = engine._config.dtype
-        both = {"rollout": RolloutConfig(dtype=dtype), "trainer": TrainerConfig(dtype=dtype)}
-        self._limits = RunConfig(max_staleness=MAX_STALENESS, **both).diagnosis_of_run
+        run = RunConfig(max_staleness=MAX_STALENESS, rollout=RolloutConfig(dtype=dtype), trainer=config)
+        self._limits = run.diagnosis_of_run
         self.history = History(self._limits.window)
         self.lines: list[dict[str, float]] = []
+
+    def values(self, key: str) -> list[float]:
+        """Values of a metric in the steps that have it."""
+        return [line[key] for line in self.lines if key in line]
 
     async def steps(self, wrong: str) -> dict[str, Finding]:
         """What the run reports of itself."""
@@ -134,9 +139,10 @@ class Run:
 
     async def _load(self, version: int, wrong: str) -> None:
         weights = copy_of_weights(self.trainer)
-        sent = weights | ({LAYER: self._before[LAYER]} if wrong == "layer" else {})
+        old = {name: tensor for name, tensor in self._before.items() if wrong == "layer" and name.startswith(LAYER)}
+        sent = weights | old
         self._before = weights
-        publication = write_publication(self._root, version, sent.items(), self._engine._config.dtype)
+        publication = write_publication(self._root, version, sent.items(), self._engine.dtype)
         await self._actor.load(publication)
         self._weights.serving[NAME] = version
 
@@ -145,11 +151,12 @@ class Served:
     """An engine and its actor on a loop of their own, for one run after the other."""
 
     def __init__(self, model_path: str, root: Path, dtype: str) -> None:
-        self._model_path, self._root, self._num_runs = model_path, root, 0
+        self.model_path, self._root, self._num_runs = model_path, root, 0
         most = NUM_GROUPS * GROUP
-        config = RolloutConfig(max_model_len=96, kv_cache_gib=0.1, max_concurrent_samples=most, dtype=dtype)
+        config = RolloutConfig(max_model_len=MAX_LENGTH, kv_cache_gib=0.1, max_concurrent_samples=most, dtype=dtype)
         spec = EngineSpec(config, model_path, is_probed=True)
         self.engine = WrongEngine(spec)
+        self.engine.dtype = dtype
         with patch.object(rollout_actor, "make_engine", lambda *_, **__: self.engine):
             self.actor = Rollout(RolloutSpec(NAME, spec, 0, GROUP, pulls=False))
         self._loop = asyncio.new_event_loop()
@@ -158,9 +165,10 @@ class Served:
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(work)
 
-    def run(self, wrong: str, temperature: float = 1.0) -> tuple[dict[str, Finding], Run]:
+    def run(self, wrong: str, temperature: float = 1.0, dtype: str = "float32") -> tuple[dict[str, Finding], Run]:
+        """What a run with this engine reports of itself, and the run. `dtype`: that its configuration says."""
         self._num_runs += 1
-        run = Run(self.engine, self.actor, self._model_path, self._root / str(self._num_runs), temperature)
+        run = Run(self, self._root / str(self._num_runs), dtype, temperature)
         try:
             return self.call(run.steps(wrong)), run
         finally:
@@ -180,8 +188,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def exact(model_path: str, warm_spawn: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    torch.set_num_threads(1)
     served = Served(model_path, tmp_path_factory.mktemp("publications"), "float32")
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def rounded(model_path: str, warm_spawn: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(model_path, tmp_path_factory.mktemp("publications"), "bfloat16")
     yield served
     served.close()
 
@@ -190,31 +204,49 @@ def exact(model_path: str, warm_spawn: None, tmp_path_factory: pytest.TempPathFa
 def test_a_right_engine_is_told_nothing(exact: Served, temperature: float) -> None:
     told, run = exact.run("", temperature)
     assert told == {}
-    assert sum(f"probe/samples/{NAME}" in line for line in run.lines) >= NUM_STEPS // 4
+    for kind in ("scores", "samples"):
+        looks = run.values(f"probe/{kind}/{NAME}")
+        assert len(looks) >= NUM_STEPS // 4
+        assert max(looks) < 1e-5
 
 
-WRONG = [
-    ("temperature", 1.0, "samples as if at 1.01 times the temperature"),
-    ("temperature", 0.7, "samples as if at 1.01 times the temperature"),
-    ("layer", 1.0, "they agreed at first .*: since then not all that it serves is of the version"),
-    ("cache", 1.0, "it has read stale keys and values"),
-    ("doubled", 1.0, "repeats the one before it: it was written twice"),
-    ("doubled", 0.7, "repeats the one before it: it was written twice"),
-]
+def test_a_right_engine_in_bfloat16_is_told_nothing(rounded: Served) -> None:
+    told, run = rounded.run("", dtype="bfloat16")
+    assert told == {}
+    assert 1e-4 < max(run.values(f"probe/scores/{NAME}")) < 0.03
 
 
-@pytest.mark.parametrize(("wrong", "temperature", "words"), WRONG)
+@pytest.mark.parametrize(
+    ("wrong", "temperature", "words"),
+    [
+        ("temperature", 1.0, "samples as if at 1.01 times the temperature"),
+        ("temperature", 0.7, "samples as if at 1.01 times the temperature"),
+        ("layer", 1.0, "they agreed at first .*: since then not all that it serves is of the version"),
+        ("cache", 1.0, "it has read stale keys and values"),
+        ("doubled", 1.0, "repeats the one before it: it was written twice"),
+    ],
+)
 def test_a_wrong_engine_is_named_with_the_cause(exact: Served, wrong: str, temperature: float, words: str) -> None:
-    told, run = exact.run(wrong, temperature)
-    print(wrong, temperature, {n: f.text for n, f in told.items()})
-    for p in (
-        "probe/scores/",
-        "probe/samples/",
-        "probe/temperature/",
-        "mismatch/logprob_abs_mean",
-        "lag/logprob_abs_mean@2",
-    ):
-        print(p, [f"{line[k]:.3g}" for line in run.lines for k in line if k.startswith(p)])
+    check_named(exact.run(wrong, temperature), wrong, words)
+
+
+def test_an_engine_of_another_dtype_is_named(rounded: Served) -> None:
+    check_named(rounded.run("", dtype="float32"), "dtype", "from the first look on: another dtype")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("temperature", "samples as if at 1.01 times the temperature"), ("doubled", "it was written twice")],
+)
+def test_in_bfloat16_what_is_no_rounding_is_named(rounded: Served, wrong: str, words: str) -> None:
+    check_named(rounded.run(wrong, dtype="bfloat16"), f"{wrong}, bfloat16", words)
+
+
+def check_named(result: tuple[dict[str, Finding], Run], wrong: str, words: str) -> None:
+    """The engine is named, with the cause."""
+    told, run = result
+    means = {kind: fmean(run.values(f"probe/{kind}/{NAME}")) for kind in ("scores", "samples")}
+    print(f"\n{wrong:22} scores {means['scores']:8.1e}  samples {means['samples']:8.1e}  {told['mismatch'].text}")
     assert set(told) == {"mismatch"}
     assert told["mismatch"].text.startswith(NAME)
-    assert re.search(words, told["mismatch"].text)
+    assert re.search(words, told["mismatch"].text), told["mismatch"].text
