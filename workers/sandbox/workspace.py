@@ -12,6 +12,7 @@ docs/sandbox.md says what that means.
 import asyncio
 import os
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ eval "$2"
 """
 """What a command of a shell runs in, with the file of the shell's state and the command as arguments."""
 BASH = "/bin/bash"
+KEPT_TREES = 8
+"""Trees without a workspace that an actor keeps unpacked for later attempts: those of a few groups."""
 OWN_S = 120.0
 """Deadline of a request about the tree itself, in seconds."""
 
@@ -55,9 +58,10 @@ OWN_S = 120.0
 class WorkspaceSpec:
     """What the fork of a workspace has in common with it."""
 
+    source: Path
     view: WorkspaceView
     limits: Limits
-    variables: Mapping[str, str] = field(default_factory=dict, hash=False)
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Environment variables of commands besides PATH, HOME and the like."""
 
 
@@ -171,7 +175,9 @@ class Workspace:
         if self._timer is not None:
             self._timer.cancel()
         self.worker.close()
-        self._host.alive.discard(self)
+        if self in self._host.alive:
+            self._host.alive.discard(self)
+            self._host.release(self._spec.source)
 
     async def _run(self, words: list[str], timeout_s: float | None, stdin: str | bytes) -> ProgramOutcome:
         request = {"do": "run", "words": words, "environment": self._host.environment(self._spec)}
@@ -236,7 +242,11 @@ class Workspaces:
         self._places = asyncio.Semaphore(num_at_once or os.cpu_count() or 1)
         self._machine = machine
         self._trees: dict[Path, asyncio.Task[OriginalTree]] = {}
-        self._standby: dict[tuple[WorkspaceView, Limits], asyncio.Task[WorkspaceWorker]] = {}
+        """Trees by their sources, in the order in which they were last asked for."""
+        self._users: Counter[Path] = Counter()
+        """Numbers of workspaces, by source, those that are being opened too."""
+        self._standby: dict[WorkspaceSpec, asyncio.Task[WorkspaceWorker]] = {}
+        self._closing: set[asyncio.Task[Any]] = set()
         self._checked: set[bool] = set()
         self._starting = asyncio.Lock()
         self._is_closed = False
@@ -274,11 +284,16 @@ class Workspaces:
                     f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
                     "files of its own. Show a path that lies elsewhere."
                 )
-        with time_limit_paused():
-            tree = await self._tree(Path(source))
-        view = WorkspaceView(tree.path, at, shown)
-        async with await self.opened(WorkspaceSpec(view, limits, dict(variables or {}))) as workspace:
-            yield workspace
+        origin = Path(source)
+        self._users[origin] += 1
+        try:
+            with time_limit_paused():
+                tree = await self._tree(origin)
+            spec = WorkspaceSpec(origin, WorkspaceView(tree.path, at, shown), limits, dict(variables or {}))
+            async with await self.opened(spec) as workspace:
+                yield workspace
+        finally:
+            self.release(origin)
 
     async def opened(
         self, spec: WorkspaceSpec, request: dict[str, Any] | None = None, snapshot: Snapshot | None = None
@@ -288,6 +303,7 @@ class Workspaces:
             worker = await self._worker(spec)
         workspace = Workspace(self, spec, worker)
         self.alive.add(workspace)
+        self._users[spec.source] += 1
         try:
             if request is not None and snapshot is not None:
                 await workspace._own(request, snapshot)
@@ -301,15 +317,29 @@ class Workspaces:
         self._is_closed = True
         for workspace in list(self.alive):
             workspace.close()
-        for task in self._standby.values():
-            _close_worker(task)
-        if self._standby:
-            await asyncio.wait(self._standby.values())
-        for tree in self._trees.values():
-            if tree.done() and not tree.cancelled() and tree.exception() is None:
-                tree.result().close()
+        ending = [*self._closing, *map(_closed, self._standby.values())]
+        trees = list(self._trees.values())
         self._standby.clear()
         self._trees.clear()
+        await asyncio.gather(*ending, *map(_close_tree, trees), return_exceptions=True)
+
+    def release(self, source: Path) -> None:
+        """Note that a workspace of this source is closed. Where it was the last one, no fence stands by for others, and
+        of such trees those that were last used stay unpacked."""
+        self._users[source] -= 1
+        if self._users[source] > 0:
+            return
+        del self._users[source]
+        for key in [key for key in self._standby if key.source == source]:
+            self._await_at_end(_closed(self._standby.pop(key)))
+        unused = [found for found in self._trees if found not in self._users]
+        for oldest in unused[: max(0, len(unused) - KEPT_TREES)]:
+            closing = self._trees[oldest].get_loop().create_task(_close_tree(self._trees.pop(oldest)))
+            self._await_at_end(closing)
+
+    def _await_at_end(self, task: "asyncio.Task[Any]") -> None:
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -333,31 +363,35 @@ class Workspaces:
         """The tree, read once: a source that changes meanwhile does not change the workspaces of later attempts."""
         if self._machine is None:
             self._machine = FencePrograms.here()
-        if source not in self._trees:
+        tree = self._trees.pop(source, None)
+        if tree is None:
             owner = None if self._machine.setpriv is None else UID
-            self._trees[source] = asyncio.create_task(asyncio.to_thread(OriginalTree.of, source, owner))
+            tree = asyncio.create_task(asyncio.to_thread(OriginalTree.of, source, owner))
+        self._trees[source] = tree
         try:
-            return await asyncio.shield(self._trees[source])
+            return await asyncio.shield(tree)
         except ConfigError:
             self._trees.pop(source, None)
             raise
 
     async def _worker(self, spec: WorkspaceSpec) -> WorkspaceWorker:
-        key = spec.view, spec.limits
-        task = self._standby.pop(key, None) or asyncio.create_task(self._started(*key))
+        """The fence that stands by, or a new one; and start the next."""
+        task = self._standby.pop(spec, None)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.create_task(self._started(spec))
         try:
             worker = await asyncio.shield(task)
         except BaseException:
-            _close_worker(task)
+            self._await_at_end(_closed(task))
             raise
-        if not self._is_closed:
-            self._standby[key] = asyncio.create_task(self._started(*key))
+        if not self._is_closed and spec not in self._standby:
+            self._standby[spec] = asyncio.create_task(self._started(spec))
         return worker
 
-    async def _started(self, view: WorkspaceView, limits: Limits) -> WorkspaceWorker:
+    async def _started(self, spec: WorkspaceSpec) -> WorkspaceWorker:
         machine = self._machine
         assert machine is not None
-        worker = await WorkspaceWorker.start(machine, limits, False, view, self.first_kind)
+        worker = await WorkspaceWorker.start(machine, spec.limits, False, spec.view, self.first_kind)
         try:
             async with self._starting:
                 if (has_cgroup := worker.cgroup is not None) not in self._checked:
@@ -369,13 +403,19 @@ class Workspaces:
         return worker
 
 
-def _close_worker(task: "asyncio.Task[WorkspaceWorker]") -> None:
+def _closed(task: "asyncio.Task[WorkspaceWorker]") -> "asyncio.Task[WorkspaceWorker]":
     """Close a fence that nobody takes, now or when it stands."""
-    if task.done():
-        if not task.cancelled() and task.exception() is None:
-            task.result().close()
-    else:
+    if not task.done():
         task.cancel()
+    elif not task.cancelled() and task.exception() is None:
+        task.result().close()
+    return task
+
+
+async def _close_tree(task: "asyncio.Task[OriginalTree]") -> None:
+    await asyncio.wait([task])
+    if not task.cancelled() and task.exception() is None:
+        await asyncio.to_thread(task.result().close)
 
 
 def _bytes(content: str | bytes) -> bytes:

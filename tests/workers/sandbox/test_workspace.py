@@ -252,5 +252,27 @@ def test_a_lost_fence_is_the_machines_failure_and_not_the_policys(room, ws):
         room.run(ws, "echo 1")
 
 
+def test_many_trees_leave_few_on_disk_and_no_fences_that_stand_by(tmp_path, monkeypatch):
+    monkeypatch.setattr(workspace_module, "KEPT_TREES", 2)
+    room, found = Room(tmp_path), []
+    for number in range(5):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "file").write_text(f"{number}")
+        room.source = tmp_path / f"{number}"
+        ws = room.open()
+        found.append(ws)
+        assert room.run(ws, "cat file").stdout == f"{number}"
+    trees = [ws.worker.view.tree for ws in found]
+    assert all(tree.exists() for tree in trees)
+    fork = room.do(found[0].fork())
+    room.do(room.stack.aclose())
+    room.do(asyncio.sleep(0.5))
+    assert [tree.exists() for tree in trees] == [True, False, False, True, True]
+    assert room.run(fork, "cat file").stdout == "0"
+    fork.close()
+    room.close()
+    assert not any(tree.exists() for tree in trees)
+
+
 def test_the_default_limits_are_those_of_the_module():
     assert workspace_module.LIMITS.tmp_bytes < workspace_module.LIMITS.memory_bytes
