@@ -406,6 +406,15 @@ class CheckpointWriter:
         """Keep the checkpoint of this step until `scored`: it is being evaluated, or will be."""
         self._awaited.add(step)
 
+    async def lacks_score(self, step: int) -> bool:
+        """Return whether the run continues from its checkpoint of this step, and ended while that was evaluated, where
+        the best are kept."""
+        if not self._config.saves_evaluated or step != self._newest:
+            return False
+        with contextlib.suppress(CheckpointError):  # a place that does not answer is reported by the next one
+            return step not in await self._checkpoints.apart(self._checkpoints.scores)
+        return False
+
     def scored(self, step: int, evaluated: Mapping[str, Any]) -> None:
         """Add what was measured of a step's version to its checkpoint, once it is complete, without pausing training.
         `evaluated`: metrics; empty if the evaluation is lost."""

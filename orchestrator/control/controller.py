@@ -307,6 +307,10 @@ class Controller:
         await self._evaluations.resume(done)
         if (step := self._evaluations.awaited) is not None:
             self._saving.await_score(step)
+        elif self._evaluates(done) and not self._evaluations.is_beside(done) and await self._saving.lacks_score(done):
+            evaluated, seconds = await self._evaluate()
+            self._saving.scored(done, evaluated)
+            self._emit_evaluation(done, evaluated, seconds)
 
     def _counters(self) -> dict[str, float]:
         counters = self._restarts.metrics() | self.directory.failed_writes.metrics()

@@ -1,7 +1,8 @@
 """Reads `metrics.jsonl` as columns, while it is being written: only what was added is read.
 
-A step may have several lines (its evaluation's, a resumed run's): of each metric the last value counts. A line that is not whole yet is read when it is. A
-file that is shorter than before was cut back by a resumed run, and is read again from its beginning.
+A step may have several lines (its evaluation's, a resumed run's): of each metric the last value counts. A line that is
+not whole yet is read when it is. A file that is shorter than before was cut back by a resumed run, and is read again
+from its beginning.
 """
 
 import io

@@ -84,8 +84,11 @@ def test_a_run_that_goes_on_knows_its_best_checkpoint_which_is_exported(words, t
         "evaluation.right_at=0",
     ]
     run(load_config([*words, "trainer.max_steps=2"]), quiet=True)
+    (tmp_path / "best" / "checkpoints" / "global_step_2" / "scores.json").unlink()  # as if killed during the evaluation
     result = run(load_config([*words, "trainer.max_steps=4", "resume=auto"]), quiet=True)
-    assert [line["accuracy/heldout"] for line in metrics_of(result.directory)] == [1.0] * 5
+    events = [json.loads(line) for line in (result.directory / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint_scored"] == [1, 2, 2, 3, 4]
+    assert [line["accuracy/heldout"] for line in metrics_of(result.directory)] == [1.0] * 6
     assert sorted(path.name for path in (result.directory / "checkpoints").iterdir()) == [
         "global_step_1",
         "global_step_4",
