@@ -125,22 +125,23 @@ class AttemptRunner:
         self.num_in_flight = self.num_done = 0
         """Numbers of attempts."""
 
-    async def attempt(self, task: Task, sampling: Sampling) -> Trajectory:
-        """Play an attempt. `sampling`: with the attempt's seed. It waits while the largest number is under way. Raises
-        what ends a run: engines that are gone for good."""
+    async def attempt(self, task: Task, sampling: Sampling, make_sampler: MakeSampler | None = None) -> Trajectory:
+        """Play an attempt. `sampling`: with the attempt's seed. `make_sampler`: where other engines play it than those
+        of the runner. It waits while the largest number is under way. Raises what ends a run: engines that are gone for
+        good."""
+        make = make_sampler or self.make_sampler
         async with self._places:
             for number in range(self._config.retries):
-                if (found := await self._attempt(task, sampling, is_last=False)) is not None:
+                if (found := await self._attempt(task, make(sampling), is_last=False)) is not None:
                     return found
                 self.counts["attempts_retried"] += 1
                 await asyncio.sleep(PAUSE_S * 2**number)
-            found = await self._attempt(task, sampling, is_last=True)
+            found = await self._attempt(task, make(sampling), is_last=True)
             assert found is not None
             return found
 
-    async def _attempt(self, task: Task, sampling: Sampling, *, is_last: bool) -> Trajectory | None:
+    async def _attempt(self, task: Task, sampler: TurnSampler, *, is_last: bool) -> Trajectory | None:
         """Play it once. None: it is to be played again, unless this was the last time."""
-        sampler = self.make_sampler(sampling)
         base_url, key = self._keys.admit(sampler)
         ctx = Context(sampler, base_url, key, self._toolbox, self._sandbox, self._workspace, self.counts)
         self.num_in_flight += 1
@@ -173,9 +174,12 @@ class AttemptRunner:
             _transcript(sampler, outcome, ctx.total_reward),
         )
 
-    async def group(self, task: Task, samplings: Sequence[Sampling]) -> list[Trajectory]:
-        """Play an attempt for each sampling, concurrently, with the rewards of `score_group` where there is one."""
-        playing = [asyncio.ensure_future(self.attempt(task, sampling)) for sampling in samplings]
+    async def group(
+        self, task: Task, samplings: Sequence[Sampling], make_sampler: MakeSampler | None = None
+    ) -> list[Trajectory]:
+        """Play an attempt for each sampling, concurrently, with the rewards of `score_group` where there is one.
+        `make_sampler`: as of `attempt`."""
+        playing = [asyncio.ensure_future(self.attempt(task, sampling, make_sampler)) for sampling in samplings]
         try:
             found = list(await asyncio.gather(*playing))
         finally:

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,6 +25,7 @@ from penstock.workers.agents.attempts import (
     AttemptResult,
     AttemptRunner,
     EnvironmentWorker,
+    MakeSampler,
 )
 from penstock.workers.agents.environment import Task, make_environment
 from penstock.workers.agents.gateway.chat_formats import make_format
@@ -78,6 +80,7 @@ class Environments(ServingActor):
         self._server = HttpServer(self._keys)
         self.runner: AttemptRunner | None = None
         self._make_runner: Callable[[Mapping[str, Any]], AttemptRunner] | None = None
+        self._make_sampler: Callable[..., TurnSampler] | None = None
         self._of_sets: dict[str, AttemptRunner] = {}
         """Runners of evaluation's sets, by what these change of the environment's options."""
         self._others = children()  # of this process, which the environment did not start
@@ -93,9 +96,9 @@ class Environments(ServingActor):
         form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs, sees=processor is not None)
         limits = TurnLimits(config.max_turns, config.max_tokens, rollout.max_model_len, rollout.max_pictures)
 
-        def make_sampler(sampling: Sampling) -> TurnSampler:
+        def make_sampler(sampling: Sampling, pool: EnginePool = self._pool) -> TurnSampler:
             return TurnSampler(
-                self._pool, form, sampling, limits, counts=self._counts,
+                pool, form, sampling, limits, counts=self._counts,
                 clients_sample=config.gateway.sampling == "client", processor=processor,
             )  # fmt: skip
 
@@ -106,7 +109,7 @@ class Environments(ServingActor):
                 environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
             )
 
-        self._make_runner = make_runner
+        self._make_runner, self._make_sampler = make_runner, make_sampler
         port = config.gateway.port + spec.index if config.gateway.port else 0
         host = advertised_host(config.gateway, ray.util.get_node_ip_address())
         self._keys.base_url = await self._server.start(config.gateway.host, port, host)
@@ -140,11 +143,10 @@ class Environments(ServingActor):
         """Play a group of attempts at each task (the `task` column), one for each of its samplings. `pictures`: of each
         task; none in a run of text. `options`: what is changed of the environment's. Raises `ConfigError` for options
         that it cannot be made with."""
-        runner = self._runner_of(options or {})
-        await self.engines(engines)
+        runner, make_sampler = self._runner_of(options or {}), self._sampler_over(dict(engines))
         seen = [() if one is None else one.encoded for one in pictures or [None] * len(tasks)]
         found = map(Task.from_json, tasks, seen)
-        groups = (runner.group(task, own) for task, own in zip(found, samplings, strict=True))
+        groups = (runner.group(task, own, make_sampler) for task, own in zip(found, samplings, strict=True))
         return list(await asyncio.gather(*groups))
 
     async def progress(self) -> Progress:
@@ -164,6 +166,17 @@ class Environments(ServingActor):
             if runner is not None:
                 await runner.close()
         end_children(but=self._others)
+
+    def _sampler_over(self, engines: Mapping[str, Any]) -> MakeSampler | None:
+        """What makes samplers over engines that no attempt of the run may use, as they are an evaluation's and have
+        another version. None: they are the run's engines from now on."""
+        if not self._pool.names or self._pool.names & engines.keys():
+            self._pool.update(engines)
+            return None
+        assert self._make_sampler is not None
+        pool = EnginePool(ask, self._spec.rollout.generate_timeout_s)
+        pool.update(engines)
+        return partial(self._make_sampler, pool=pool)
 
     def _runner_of(self, options: Mapping[str, Any]) -> AttemptRunner:
         """The runner of the environment with these options changed, which is made where it is first asked for."""

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,6 +99,39 @@ def test_a_set_of_evaluation_is_played_with_its_own_options(tmp_path: Path, monk
     assert asyncio.run(scenario()) == ([4.0, 5.0, 5.0, 4.0], 2)
 
 
+def test_attempts_of_an_evaluation_have_its_engines_and_no_others_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = list[Pool]()
+
+    def make(ask: object, timeout_s: float) -> Pool:
+        pools.append(Pool())
+        return pools[-1]
+
+    monkeypatch.setattr(attempts_actor, "load_tokenizer", lambda path: tokenizer())
+    monkeypatch.setattr(attempts_actor, "EnginePool", make)
+    (tmp_path / "echo.py").write_text(OPTIONS)
+    config = EnvironmentConfig(name=f"{tmp_path}/echo.py:Echo", options={"word": "base"})
+    task = (['{"index": 0}'], [[Sampling()]])
+
+    async def scenario() -> None:
+        environments = Environments(
+            EnvironmentSpec("Environment-0", 0, config, RolloutConfig(), "", 0, 1, AttemptColumns())
+        )
+        await environments.start()
+        try:
+            await environments.engines([("Rollout-0", None), ("Rollout-1", None)])
+            await environments.play([("Rollout-1", None)], *task)
+            assert [(set(pool.names), len(pool.samplings)) for pool in pools] == [({"Rollout-1"}, 1)]
+            await environments.play([("Rollout-2", None)], *task)
+            found = [(set(pool.names), len(pool.samplings)) for pool in pools]
+            assert found == [({"Rollout-1"}, 1), ({"Rollout-2"}, 1)]
+        finally:
+            await environments.close()
+
+    asyncio.run(scenario())
+
+
 class Pool(Saying):
     """Engines that always answer."""
 
@@ -106,8 +140,10 @@ class Pool(Saying):
     def __init__(self) -> None:
         super().__init__(["x"] * 9)
 
-    def update(self, members: object) -> None:
-        pass
+    names: frozenset[str] = frozenset()
+
+    def update(self, members: Mapping[str, object]) -> None:
+        self.names = frozenset(members)
 
 
 @pytest.mark.real

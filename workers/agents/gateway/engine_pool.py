@@ -54,6 +54,11 @@ class EnginePool:
         self.num_again = 0
         """Number of turns that were sampled again, as their engine was lost."""
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the engines that serve now."""
+        return set(self._members)
+
     def update(self, members: Mapping[str, Any]) -> None:
         """Set the engines that serve now, by name."""
         for name in self._members.keys() - members.keys():
