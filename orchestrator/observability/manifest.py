@@ -89,7 +89,8 @@ class ManifestWriter:
                 most = float("inf") if (directory.path / FILE).is_file() else MOST_HASHED
                 made = {
                     "code": {"version": version("penstock"), **code, "files": hashes_of_files(files_named_in(values))},
-                    "lock": {"python": platform.python_version()} | {one.name: one.version for one in distributions()},
+                    "lock": {"python": platform.python_version()}
+                    | dict(sorted((one.name, one.version) for one in distributions())),
                     **self._processes(),
                     "models": {name: model_identity(path, most) for name, path in models.items()},
                     "chosen": chosen,
