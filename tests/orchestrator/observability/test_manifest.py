@@ -1,11 +1,18 @@
 """The manifest says what decides a run's bits: code, packages, models, processors, choices."""
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.observability import manifest
 from penstock.orchestrator.observability.manifest import (
+    ManifestWriter,
     code_of,
     files_named_in,
     hashes_of_files,
@@ -14,6 +21,7 @@ from penstock.orchestrator.observability.manifest import (
     model_identity,
     read_manifest,
 )
+from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.runtime.numerics import numerics
 
 
@@ -96,3 +104,63 @@ def test_the_name_and_the_place_of_a_run_are_no_difference():
     first = {"config": {"name": "a", "output_dir": "b", "seed": 0}}
     second = {"config": {"name": "c", "output_dir": "d", "seed": 1}}
     assert manifest_differences({"x": first, "y": second}) == {"config.seed": {"x": 0, "y": 1}}
+
+
+def write(directory: RunDirectory, model: Path, *words: str) -> None:
+    """Write the manifest of a run whose actors say nothing, and wait for all of it."""
+    actor = SimpleNamespace(name="Rollout-0", role="rollout")
+    fleet: Any = MagicMock(plan=[actor], flow=SimpleNamespace(stages=[]))
+    fleet.reservation.assignment.titles, fleet.threads_of.return_value = {"Rollout-0": "here"}, 2
+    fleet.role.return_value = []
+    with ManifestWriter(fleet, load_config(["recipe=arithmetic", *words]), str(model), directory).writing():
+        pass
+    for thread in threading.enumerate():
+        if thread.name == "manifest":
+            thread.join(60)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """The directory of a run outside of any repository."""
+    monkeypatch.setattr(manifest.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=128, stdout=b""))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "run").mkdir()
+    return RunDirectory(tmp_path / "run")
+
+
+def test_a_run_keeps_its_first_manifest_and_notes_what_has_changed_since(directory, tmp_path):
+    write(directory, tmp_path / "model")
+    first = read_manifest(directory.path)
+    assert first["chosen"] == {"threads": {"Rollout-0": 2}, "nodes": {"Rollout-0": "here"}, "dataflow": []}
+    assert first["config"]["recipe"] == "arithmetic"
+    write(directory, tmp_path / "model")
+    assert not directory.read_events()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weighty")
+    write(directory, tmp_path / "model", "seed=3")
+    assert read_manifest(directory.path) == first
+    (event,) = directory.read_events()
+    assert event["kind"] == "manifest_changed"
+    assert event["differing"]["config.seed"] == {"before": 0, "now": 3}
+    assert event["differing"].keys() == {"config.seed", "models.policy.hash"}
+
+
+def test_the_hash_of_a_large_model_comes_later(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "MOST_HASHED", 6)
+    seen, made = [], manifest.model_identity
+    monkeypatch.setattr(
+        manifest, "model_identity", lambda *given: seen.append(read_manifest(directory.path)) or made(*given)
+    )
+    write(directory, tmp_path / "model")
+    assert seen[0] == {}
+    assert seen[1]["models"] == {"policy": {"bytes": 7}}
+    assert read_manifest(directory.path)["models"]["policy"] == made(tmp_path / "model")
+
+
+def test_a_manifest_that_cannot_be_made_is_an_event_and_the_run_goes_on(directory, tmp_path):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text("no index")
+    write(directory, tmp_path / "model")
+    (event,) = directory.read_events()
+    assert (event["kind"], event["what"]) == ("recording_failed", "manifest")
+    assert read_manifest(directory.path) == {}
