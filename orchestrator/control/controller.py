@@ -204,7 +204,7 @@ class Controller:
             await self._pace.after(time.monotonic(), is_plain=is_plain)
         if finishing is not None:
             await finishing
-        await self._evaluations.finish()
+        await self._evaluations.finish(is_preempted=self._preemption.is_due)
         await self._observer.finish()
         done, is_over = self.outcome.num_steps, self._stop or self.outcome.num_steps == self.config.trainer.max_steps
         if (self._stop or self._preemption.is_due) and done and self._saving.is_due(done, is_last=True):

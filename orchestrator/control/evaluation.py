@@ -16,7 +16,7 @@ from penstock.conf.errors import PenstockError
 from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import answers_or_end, deal, is_recoverable, undeal
+from penstock.orchestrator.cluster.ray_calls import Handles, answers_or_end, deal, is_recoverable, undeal
 from penstock.workers.agents.attempts import AttemptResult
 from penstock.workers.agents.trajectory import REJECTED
 from penstock.workers.pictures.prompt_pictures import PromptPictures
@@ -91,7 +91,7 @@ class Evaluator:
         self._sampling = Sampling.of(config.rollout.sampling)
         self._num_samples, self._seed = config.evaluation.num_samples, config.evaluation.seed
         self._right_at = config.evaluation.right_at
-        self._timeout_s = config.rollout.generate_timeout_s
+        self._timeout_s, self._num_engines = config.rollout.generate_timeout_s, config.rollout.least_workers
 
     @classmethod
     def of(cls, config: RunConfig, model_path: str, *, needs_answer: bool = False) -> "Evaluator":
@@ -130,6 +130,10 @@ class Evaluator:
             found[f"{metric}_pass@{k}"] = _mean(max(of_one) for of_one in right if of_one)
         return found
 
+    def _num_portions(self, engines: Sequence[object]) -> int:
+        """How many times as much each engine has to do as if all of the run evaluated."""
+        return max(1, math.ceil(self._num_engines / len(engines)))
+
     def _right(self, scores: Sequence[Scores]) -> list[list[float]]:
         """How right each response is, by problem; one without a score is wrong."""
         return [[0.0 if score is None else score.right(self._right_at) for score in of_one] for of_one in scores]
@@ -144,11 +148,12 @@ class Evaluator:
         """Scores of `num_samples` responses to each problem. Responses of one engine go to one reward actor."""
         rollouts = await fleet.present("rollout")
         rewards = await fleet.present("reward", fleet.first_stage("reward"))
+        timeout_s = self._num_portions(rollouts) * self._timeout_s
         parts = [
             asyncio.create_task(
                 self._score(
                     rollout, rewards[index % len(rewards)], held_out, range(index, len(samplings), len(rollouts)),
-                    num_samples, samplings,
+                    num_samples, samplings, timeout_s,
                 )
             )
             for index, rollout in enumerate(rollouts)
@@ -167,13 +172,14 @@ class Evaluator:
         share: range,
         num_samples: int,
         samplings: Sequence[Sampling],
+        timeout_s: float,
     ) -> list[Scores]:
         if not share:
             return []
         prompts = [held_out.prompts[index] for index in share]
         seen = ([held_out.pictures[index] for index in share],) if held_out.pictures else ()
         call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share], *seen)
-        (groups,) = await answers_or_end([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s)
+        (groups,) = await answers_or_end([(rollout[0], call)], phase="evaluation", timeout_s=timeout_s)
         tasks = [held_out.tasks[index] for index in share for _ in range(num_samples)]
         responses = [
             Response(one.text, one.token_ids, max(one.versions, default=0)) for group in groups for one in group
@@ -213,14 +219,31 @@ class EnvironmentEvaluator(Evaluator):
     async def _play(
         self, fleet: Fleet, held_out: HeldOut, samplings: Sequence[Sequence[Sampling]]
     ) -> list[Sequence[AttemptResult]]:
-        """The attempts of each task's group, which one actor plays."""
-        players, engines = await fleet.present("environment"), await fleet.present("rollout")
+        """The attempts of each task's group, which one actor plays. Engines that are fewer than those of the run play
+        portions of them, one after the other, or attempts would reach their limit of time."""
+        engines = await fleet.present("rollout")
+        size = max(1, -(-len(samplings) // self._num_portions(engines)))
+        groups: list[Sequence[AttemptResult]] = []
+        for first in range(0, len(samplings), size):
+            groups += await self._play_portion(fleet, engines, held_out, samplings, slice(first, first + size))
+        return groups
+
+    async def _play_portion(
+        self,
+        fleet: Fleet,
+        engines: Handles,
+        held_out: HeldOut,
+        samplings: Sequence[Sequence[Sampling]],
+        portion: slice,
+    ) -> list[Sequence[AttemptResult]]:
+        players, pictures = await fleet.present("environment"), held_out.pictures[portion]
+        tasks, samplings = held_out.tasks[portion], samplings[portion]
 
         def play(handle: Any, share: slice) -> Any:
-            more: dict[str, Any] = {"pictures": held_out.pictures[share]} if held_out.pictures else {}
+            more: dict[str, Any] = {"pictures": pictures[share]} if pictures else {}
             if held_out.options:
                 more["options"] = held_out.options
-            return handle.play.remote(engines, held_out.tasks[share], samplings[share], **more)
+            return handle.play.remote(engines, tasks[share], samplings[share], **more)
 
         timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
         return undeal(await answers_or_end(deal(players, play), phase="evaluation", timeout_s=timeout_s))

@@ -163,16 +163,18 @@ class Evaluations:
         if self._now is not None and not self._now.are_lent:
             await self._ended()
 
-    async def finish(self) -> None:
-        """Wait for the evaluation that runs; one that takes longer than a group may is lost."""
+    async def finish(self, *, is_preempted: bool = False) -> None:
+        """Wait for the evaluation that runs; one that takes longer than a group may is lost. A run that is preempted
+        waits for none: the one that goes on measures again what it can."""
         if self._running is None or self._now is None:
             return
-        now, timeout_s = self._now, self._config.rollout.generate_timeout_s
+        now, timeout_s = self._now, 0.0 if is_preempted else self._config.rollout.generate_timeout_s
         await asyncio.wait([self._running], timeout=timeout_s)
         if not self._running.done():
             self._running.cancel()
             await asyncio.wait([self._running])
-            self._lose(now, DeadlineExceeded(f"it was not done {timeout_s:g} s after the last step."))
+            if not is_preempted:
+                self._lose(now, DeadlineExceeded(f"it was not done {timeout_s:g} s after the last step."))
 
     async def _ended(self) -> None:
         if self._running is not None:

@@ -272,6 +272,24 @@ def test_an_environment_is_measured_by_the_rewards_that_are_trained_on() -> None
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("num_samples", [0, 3])
+def test_engines_fewer_than_the_runs_play_portions_and_find_the_same(num_samples: int) -> None:
+    """As when some are lent: no attempt is slower, and none of a portion is left out."""
+    asked = list[int]()
+
+    class Counted(Words):
+        async def run(self, task: Any, ctx: Any) -> None:
+            asked.append(task.data["index"])
+            await super().run(task, ctx)
+
+    words, more = ["up", "stop", "right", "no", "left"], f"evaluation.num_samples={num_samples}"
+    found = played(Counted(), words, more)
+    greedy = asked[: len(words)]
+    asked.clear()
+    assert played(Counted(), words, more, "rollout.num_workers=6", num_players=1) == found
+    assert sorted(asked[: len(words)]) == sorted(greedy)
+
+
 class Failing(Words):
     """Raises where the policy says so, and rejects every second sampled attempt."""
 
