@@ -10,6 +10,7 @@ sent.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,14 @@ from penstock.workers.pictures.processor import PictureProcessor, auto_class
 from penstock.workers.reward.code import limits_of
 from penstock.workers.runtime.builds import check_build
 from penstock.workers.sandbox.execution import Limits
-from penstock.workers.sandbox.sandbox import checked_here
+from penstock.workers.sandbox.workspace import LIMITS, checked_here
 from penstock.workers.weights.publication.adapter import find_targets
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")
 """Rewards that run code."""
+REPOSITORY = "repository"
+"""Environment whose commands run in workspaces."""
 WANDB_OWN_MODES = (*WANDB_MODES, "shared", "dryrun", "run")
 """Modes that W&B itself takes."""
 
@@ -237,7 +240,8 @@ def _check_length(what: str, longest: int, max_model_len: int) -> None:
 
 def runs_code(config: RunConfig) -> bool:
     """Return whether the run executes code that a model wrote, as far as the configuration shows."""
-    return bool(_options_of_rewards(config)) or _environment_runs_code(config)
+    in_workspaces = config.environment.name == REPOSITORY
+    return bool(_options_of_rewards(config)) or _environment_runs_code(config) or in_workspaces
 
 
 def limits_of_code(config: RunConfig) -> list[Limits]:
@@ -245,6 +249,8 @@ def limits_of_code(config: RunConfig) -> list[Limits]:
     found = [limits_of(options.get("limits")) for options in _options_of_rewards(config)]
     if _environment_runs_code(config):
         found.append(Limits.of(config.environment.sandbox))
+    if config.environment.name == REPOSITORY:
+        found.append(replace(LIMITS, require_cgroup=config.environment.sandbox.require_cgroup))
     return list(dict.fromkeys(found))
 
 
@@ -274,7 +280,7 @@ def _environment_runs_code(config: RunConfig) -> bool:
     """Return whether the environment runs code. A user's own does not say so, unless it requires a control group."""
     environment = config.environment
     runs_python = "python" in (environment.options.get("tools") or ())
-    return runs_python or environment.name == "repository" or environment.sandbox.require_cgroup
+    return runs_python or environment.sandbox.require_cgroup
 
 
 # Packages.

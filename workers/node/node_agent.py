@@ -39,7 +39,7 @@ from penstock.workers.node.hub_models import HubModels
 from penstock.workers.node.node_transfers import FileService, StateService
 from penstock.workers.runtime.processes import ProcessId, kill
 from penstock.workers.sandbox.execution import Limits
-from penstock.workers.sandbox.sandbox import checked_here
+from penstock.workers.sandbox.workspace import checked_here
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.publication.costs import SharedMemory
 

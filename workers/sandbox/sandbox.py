@@ -231,20 +231,6 @@ class BlockingSandbox:
         return self._loop.run_until_complete(self.sandbox.call(source, function, calls, wall_s))
 
 
-def checked_here(all_limits: Iterable[Limits]) -> str:
-    """A text that says what holds on this machine, once fences with each of these limits have been started, tried from
-    inside and closed. Raises `SandboxUnavailable`."""
-    enforced: list[str] = []
-    for limits in all_limits:
-        fence = BlockingSandbox(limits)
-        try:
-            fence.start()
-            enforced.append(fence.enforced)
-        finally:
-            fence.close()
-    return f"tried from inside, and no hole found; {'; '.join(dict.fromkeys(enforced))}"
-
-
 async def check(worker: FenceWorker, machine: FencePrograms) -> None:
     """Check a fence. Raises `SandboxUnavailable` with every hole that is found."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory, socket.socket(socket.AF_UNIX) as listener:

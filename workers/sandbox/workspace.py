@@ -11,9 +11,10 @@ docs/sandbox.md says what that means.
 
 import asyncio
 import os
+import tempfile
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +25,17 @@ from penstock.workers.runtime.async_tasks import time_limit_paused
 from penstock.workers.sandbox.execution import MIB, Ending, Limits, ProgramOutcome, outcome_of
 from penstock.workers.sandbox.fence import UID, FencePrograms, WorkspaceView
 from penstock.workers.sandbox.original_tree import OriginalTree
-from penstock.workers.sandbox.sandbox import check
+from penstock.workers.sandbox.sandbox import BlockingSandbox, check
 from penstock.workers.sandbox.sandbox_worker import memory_file
 from penstock.workers.sandbox.workspace_worker import IDLE_S, WorkspaceWorker
 
-LIMITS = Limits(
+
+@dataclass(frozen=True)
+class WorkspaceLimits(Limits):
+    """Limits of a workspace, for what tells them from those of the sandbox's executions."""
+
+
+LIMITS = WorkspaceLimits(
     cpu_s=600.0, wall_s=600.0, memory_bytes=2048 * MIB, num_processes=256, file_bytes=512 * MIB, tmp_bytes=1024 * MIB,
     tmp_files=200_000,
 )  # fmt: skip
@@ -48,6 +55,7 @@ eval "$2"
 """
 """What a command of a shell runs in, with the file of the shell's state and the command as arguments."""
 BASH = "/bin/bash"
+KINDS = {"overlay": "workspaces by overlayfs", "copy": "workspaces by full copies in memory (no overlayfs here)"}
 KEPT_TREES = 8
 """Trees without a workspace that an actor keeps unpacked for later attempts: those of a few groups."""
 OWN_S = 120.0
@@ -401,6 +409,33 @@ class Workspaces:
             worker.close()
             raise
         return worker
+
+
+def checked_here(all_limits: Iterable[Limits]) -> str:
+    """A text that says what holds on this machine, once fences with each of these limits have been started, tried from
+    inside and closed. Raises `SandboxUnavailable`."""
+    enforced: list[str] = []
+    for limits in all_limits:
+        if isinstance(limits, WorkspaceLimits):
+            enforced.append(asyncio.run(_tried(limits)))
+            continue
+        fence = BlockingSandbox(limits)
+        try:
+            fence.start()
+            enforced.append(fence.enforced)
+        finally:
+            fence.close()
+    return f"tried from inside, and no hole found; {'; '.join(dict.fromkeys(enforced))}"
+
+
+async def _tried(limits: WorkspaceLimits) -> str:
+    workspaces = Workspaces()
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-") as empty:
+            async with workspaces.open(empty, limits=limits) as ws:
+                return f"{KINDS[ws.kind]}; {ws.enforced}"
+    finally:
+        await workspaces.close()
 
 
 def _closed(task: "asyncio.Task[WorkspaceWorker]") -> "asyncio.Task[WorkspaceWorker]":

@@ -37,6 +37,7 @@ from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.workers.fresh_model import build_fresh_model, model_config, vocabulary_size
 from penstock.workers.sandbox.execution import Limits
+from penstock.workers.sandbox.workspace import LIMITS
 from tests.workers.agents.gateway.formats.real_templates import trl_template
 
 SMALL = FreshModelConfig(
@@ -406,7 +407,9 @@ def test_the_fence_of_code_is_tried_with_the_limits_that_it_will_have(
     assert limits_of_code(config) == [Limits(cpu_s=2), Limits()]
     assert limits_of_code(load_config(["environment.sandbox.require_cgroup=true"])) == [Limits(require_cgroup=True)]
     assert limits_of_code(load_config(["reward.function=math_verify"])) == []
-    assert limits_of_code(load_config(["environment.name=repository"])) == [Limits()]
+    assert limits_of_code(load_config(["environment.name=repository"])) == [LIMITS]
+    both = load_config(["environment.name=repository", "environment.sandbox.require_cgroup=true"])
+    assert limits_of_code(both) == [Limits(require_cgroup=True), replace(LIMITS, require_cgroup=True)]
 
 
 def test_how_calls_of_tools_are_read_is_told_at_the_start(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from penstock.conf.errors import ConfigError, InfrastructureError, NotStarted, W
 from penstock.workers.sandbox import workspace as workspace_module
 from penstock.workers.sandbox.cgroup import descendants
 from penstock.workers.sandbox.execution import MIB, Limits
-from penstock.workers.sandbox.workspace import LIMITS, Workspace, Workspaces
+from penstock.workers.sandbox.workspace import LIMITS, Workspace, Workspaces, checked_here
+from tests.processes import GONE_S
 from tests.sandbox.conftest import in_a_loop
 from tests.workers.sandbox.conftest import Room, git
 
@@ -171,6 +172,27 @@ def test_a_command_that_is_cancelled_ends_and_the_tree_stays(room, ws):
     assert room.run(ws, "echo 2").stdout == "2\n"
 
 
+def test_a_workspace_rests_by_itself(room, ws, monkeypatch):
+    monkeypatch.setattr(workspace_module, "IDLE_S", 0.05)
+    room.run(ws, "echo 1 > mine")
+
+    async def rested() -> None:
+        while "python" in Path(f"/proc/{ws.worker.keeper}/cmdline").read_bytes().split(b"\0")[0].decode():
+            await asyncio.sleep(0.02)
+
+    room.do(asyncio.wait_for(rested(), GONE_S))
+    assert room.run(ws, "cat mine").stdout == "1\n"
+
+
+def test_commands_at_once_wait_for_each_other(room, ws):
+    async def all_of_them() -> list[str]:
+        outcomes = await asyncio.gather(*(ws.run(f"cat count; echo {n} > count") for n in range(4)), ws.fork())
+        outcomes[-1].close()
+        return [outcome.stdout for outcome in outcomes[:-1]]
+
+    assert room.do(all_of_them()) == ["", "0\n", "1\n", "2\n"]
+
+
 def test_an_idle_workspace_keeps_no_interpreter_and_wakes(room, ws):
     room.run(ws, "echo 1 > mine")
     room.do(ws.shell().run("cd data"))
@@ -276,3 +298,8 @@ def test_many_trees_leave_few_on_disk_and_no_fences_that_stand_by(tmp_path, monk
 
 def test_the_default_limits_are_those_of_the_module():
     assert workspace_module.LIMITS.tmp_bytes < workspace_module.LIMITS.memory_bytes
+
+
+def test_what_holds_here_is_said_before_a_run():
+    said = checked_here([replace(LIMITS, wall_s=100), Limits()])
+    assert said.startswith("tried from inside, and no hole found; workspaces by overlayfs; ")
