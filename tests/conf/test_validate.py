@@ -89,7 +89,7 @@ def test_experts_of_an_engine_that_does_not_tell_them_are_not_replayed(engine, m
     assert RolloutConfig(router_replay=True, num_gpus_per_worker=1).router_replay
 
 
-def test_an_update_mode_that_an_engine_does_not_know_is_refused_with_what_it_knows() -> None:
+def test_an_update_mode_that_an_engine_lacks_is_refused_with_those_it_has() -> None:
     assert RolloutConfig().update_mode == "recompute"
     assert RolloutConfig(on_update="keep").update_mode == "keep"
     assert RolloutConfig(engine="hf").update_mode == RolloutConfig(engine="hf", on_update="keep").update_mode == "keep"
