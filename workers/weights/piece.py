@@ -170,7 +170,7 @@ def hash_of_pieces(pieces: Iterable[Piece]) -> int:
         elif len(values):
             on_device.append((place, mixed_sum(values)))
     if on_device:
-        sums = torch.stack([found for _, found in on_device]).tolist()  # one transfer
+        sums = torch.stack([found for _, found in on_device]).cpu().tolist()  # one transfer
         for (place, _), found in zip(on_device, sums, strict=True):
             total += xxhash.xxh3_128_intdigest(place + struct.pack("<q", found))
     return int(total % 2**128)

@@ -341,6 +341,19 @@ def publications_and_exports_come_from_there() -> None:
     assert_near(expected, {piece.name: piece.values for piece in exported.engine.pieces()}, 0.0)
 
 
+def a_hash_of_the_weights_is_made_there_and_shows_one_bit() -> None:
+    trainer = made()
+    before = crossed[TO_HOST]
+    found = trainer.hash_of_weights()
+    assert crossed[TO_HOST] - before <= 8 * len(list(trainer.engine.pieces())), "more than a number a tensor came back"
+    assert made().hash_of_weights() == found
+    weights = local(next(trainer.model.lm.parameters())).detach()
+    changed = weights.cpu()
+    changed.view(torch.int32).view(-1)[-1] ^= 1
+    weights.copy_(changed.to(DEVICE))
+    assert trainer.hash_of_weights() != found
+
+
 @contextmanager
 def ranks_on_the_device() -> Iterator[None]:
     join = Ranks.join
@@ -523,6 +536,7 @@ def claims() -> Iterator[tuple[str, Callable[[], None]]]:
         kept_copies_bring_another_rank_to_the_same_bits,
         a_save_under_way_keeps_nothing_there,
         publications_and_exports_come_from_there,
+        a_hash_of_the_weights_is_made_there_and_shows_one_bit,
         a_critic_leaves_with_its_policy,
         a_rank_that_stays_moves_nothing_and_releases_what_computing_needs,
         *(() if ON_A_GPU else COUNTED),
