@@ -213,13 +213,16 @@ class RunConfig:
 
     @property
     def evaluates_beside(self) -> bool:
-        """True if training goes on while a version is evaluated: engines keep it that are not needed for the next."""
-        return self.max_staleness > 0 and takes_newcomers(self) and self.evaluation.stop_at_accuracy is None
+        """True if training goes on while a version is evaluated: engines keep it that are not needed for the next, and
+        a checkpoint does where the run may end with it."""
+        can_end = self.evaluation.stop_at_accuracy is None or self.checkpoint.every_steps > 0
+        return self.max_staleness > 0 and takes_newcomers(self) and can_end
 
     @property
     def saves_evaluated(self) -> bool:
         """True if each evaluated step is saved: its score, which may come later, decides what becomes of it."""
-        return self.checkpoint.every_steps > 0 and self.checkpoint.keep_best > 0
+        may_end = self.evaluates_beside and self.evaluation.stop_at_accuracy is not None
+        return self.checkpoint.every_steps > 0 and (self.checkpoint.keep_best > 0 or may_end)
 
     def with_set(self, name: str) -> "RunConfig":
         """Return the configuration as if the held-out problems of a set were those of evaluation itself."""

@@ -402,6 +402,10 @@ class CheckpointWriter:
         is_scored = self._config.saves_evaluated and self._config.evaluates(step)
         return is_last or is_scored or step % every == 0 or step == self._config.trainer.max_steps
 
+    def directory(self, step: int) -> str:
+        """The directory or URL of the checkpoint after a step."""
+        return self._checkpoints.directory(step)
+
     def await_score(self, step: int) -> None:
         """Keep the checkpoint of this step until `scored`: it is being evaluated, or will be."""
         self._awaited.add(step)

@@ -47,6 +47,12 @@ async def export_model(fleet: Fleet, directory: str) -> None:
         ) from None
 
 
+def replace_model(place: str, directory: Path) -> None:
+    """Write the model of a checkpoint in place of what is in the directory. Raises as `export_checkpoint` does."""
+    with staged_directory(directory) as part:
+        export_checkpoint(place, part)
+
+
 def export_best(run: str, directory: str | Path, dtype: str = "", tell: Callable[[str], None] = print) -> str:
     """Write the model of a run's best checkpoint, by its `checkpoint.best_metric`. Arguments, result and errors are
     those of `export_checkpoint`. `tell`: called with the step and its score."""

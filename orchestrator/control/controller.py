@@ -26,7 +26,7 @@ from typing import Any
 from penstock.conf.errors import PenstockError
 from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.checkpoints import CheckpointWriter
-from penstock.orchestrator.checkpointing.export import export_model
+from penstock.orchestrator.checkpointing.export import export_model, replace_model
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.cluster.ray_calls import cause_of, held_back, leaves, translate
 from penstock.orchestrator.cluster.weight_sync import WeightSync
@@ -89,6 +89,8 @@ class Controller:
         """The last step before this process."""
         self._taken = taken
         self._stop = False
+        self._reached: int | None = None
+        """The step that has reached the goal of the evaluation, if one has."""
         self._weights = WeightSync(fleet, config)
         self._probe = EngineProbe(fleet, self._weights, config.rollout.max_model_len)
         self._turns = DeviceTurns(fleet, self.store, config, self._weights.reload)
@@ -338,6 +340,9 @@ class Controller:
             return
         self.outcome.accuracies.append(evaluated[HELDOUT])
         self._emit_evaluation(step, evaluated, seconds)
+        self._stop_if_reached(step, evaluated)
+        if step == self._reached:
+            self._saving.await_score(step)  # its checkpoint is the result
 
     def _emit_evaluation(self, step: int, evaluated: Mapping[str, float], seconds: float) -> None:
         of_step = {OF_STEP: step} if self._evaluations.is_beside(0) else {}
@@ -349,8 +354,9 @@ class Controller:
 
     def _may_stop(self, step: int) -> bool:
         """Return whether the run may end with this step. Nothing is trained then until it is measured, so that what is
-        exported and saved is what reached the goal."""
-        return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(step)
+        exported and saved is what reached the goal; beside training, the checkpoint of the step is."""
+        is_beside, goal = self._evaluations.is_beside(step), self.config.evaluation.stop_at_accuracy
+        return goal is not None and self._evaluates(step) and not is_beside
 
     async def _evaluate_if_due(self, step: int) -> tuple[dict[str, float], float]:
         if not self._evaluates(step) or self._evaluations.is_beside(step):
@@ -358,14 +364,19 @@ class Controller:
         evaluated, seconds = await self._evaluate()
         self._saving.scored(step, evaluated)
         evaluated |= {OF_STEP: step} if self._evaluations.is_beside(0) else {}
-        accuracy, goal = evaluated[HELDOUT], self.config.evaluation.stop_at_accuracy
-        if self._has_reached(evaluated) and step < self.config.trainer.max_steps:
-            self._stop = True
-            self.directory.event("stopped_early", step=step, accuracy=accuracy, goal=goal)
-            self.progress.note(
-                f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here"
-            )
+        self._stop_if_reached(step, evaluated)
         return evaluated, seconds
+
+    def _stop_if_reached(self, step: int, evaluated: Mapping[str, float]) -> None:
+        accuracy, goal = evaluated[HELDOUT], self.config.evaluation.stop_at_accuracy
+        if not self._has_reached(evaluated) or step >= self.config.trainer.max_steps or self._reached is not None:
+            return
+        self._stop, self._reached = True, step
+        self.directory.event("stopped_early", step=step, accuracy=accuracy, goal=goal)
+        self.progress.note(
+            f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g} after step {step}: "
+            "ending here"
+        )
 
     def _has_reached(self, evaluated: Mapping[str, Any]) -> bool:
         """Return whether the goal is reached, by what was measured after a step."""
@@ -399,5 +410,8 @@ class Controller:
 
     async def _export(self) -> None:
         self.progress.phase("writing the model")
-        await export_model(self.fleet, str(self.directory.model))
+        if self._reached is None or self._reached == self.outcome.num_steps:
+            await export_model(self.fleet, str(self.directory.model))
+        else:  # steps were trained while it was measured
+            await asyncio.to_thread(replace_model, self._saving.directory(self._reached), self.directory.model)
         self.directory.event("model_exported", path=str(self.directory.model))

@@ -18,6 +18,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.cluster.node_agents import StateNodes
 from penstock.orchestrator.cluster.owners import Owner
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.control import controller as controller_module
 from penstock.orchestrator.control.controller import Controller, TrainingResult
 from penstock.orchestrator.observability.marks import Mark, marks_of
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
@@ -140,8 +141,7 @@ class Play:
         return [call.arguments[0] for call in self.calls if call.method == "step"]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("every", [1, 2, 50])
+@pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (0, 2), (0, 50), (2, 0)])
 def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
     tmp_path: Path, max_staleness: int, every: int
 ) -> None:
@@ -152,10 +152,31 @@ def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
     assert outcome.num_steps == 6
     assert play.steps() == [1, 2, 3, 4, 5, 6], "another update was made of the model that was measured"
     saved = Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps()
-    assert saved[-1] == 6
+    assert saved[-1:] == ([6] if every else [])
     methods = [call.method for call in play.calls]
     assert "step" not in methods[methods.index("export") :]
     assert [line["step"] for line in play.directory.read_metrics()] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_a_run_that_was_training_on_exports_the_checkpoint_that_reached_the_goal(
+    tmp_path: Path, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = list[tuple[str, Path]]()
+    monkeypatch.setattr(
+        controller_module, "replace_model", lambda place, directory: exported.append((place, directory))
+    )
+    words = ["max_staleness=2", "evaluation.every_steps=3", "evaluation.stop_at_accuracy=0.9", "checkpoint.keep_last=1"]
+    play = Play(tmp_path, *words, f"checkpoint.every_steps={every}", "trainer.max_steps=20")
+    outcome = play.run(lambda version: 0.95 if version >= 6 else 0.1)
+    assert (6, 0.95) in play.accuracies
+    assert 6 < outcome.num_steps < 20
+    steps = Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps()
+    assert steps == [6, outcome.num_steps]
+    assert exported == [(str(play.directory.checkpoints / "global_step_6"), play.directory.model)]
+    assert "export" not in [call.method for call in play.calls]
+    (event,) = [event for event in play.directory.read_events() if event["kind"] == "stopped_early"]
+    assert (event["step"], event["accuracy"]) == (6, 0.95)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
