@@ -19,6 +19,9 @@ execveat, splice.
 processes that sent it: its memory is then charged to the next execution, and a file of /tmp that it names keeps /tmp
 from being unmounted. `flock` is left out because it locks a file that may only be read, so also one of the host.
 
+The fence of a workspace (`workspace.py`) has a /proc and its tree besides, and a wider filter (`IN_WORKSPACES`,
+`SOCKETS`): sockets of an empty network, and locks and owners of files.
+
 A program reads the call's number, architecture and some arguments (`struct seccomp_data`, linux/seccomp.h) and returns
 what the kernel shall do. Each instruction is a `struct sock_filter`: code, jump if true, jump if false, operand.
 """
