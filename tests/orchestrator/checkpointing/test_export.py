@@ -43,3 +43,20 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, is_there: bool, mon
     monkeypatch.setattr(Written, "fails", False)
     assert export.export_checkpoint("runs/a", target) == str(target)
     assert [*tmp_path.rglob("*")] == [target, target / "config.json"]
+
+
+def test_a_model_takes_the_place_of_the_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = SimpleNamespace(model_path="hub/id", trainer="", files=[])
+    monkeypatch.setattr(export, "open_checkpoint", lambda place: checkpoint)
+    monkeypatch.setattr(export, "open_trainer", Written)
+    monkeypatch.setattr(training_state, "TrainingState", Written)
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "config.json").write_text("before")
+    with pytest.raises(WeightError, match="no room"):
+        export.replace_model("runs/a", target)
+    assert (target / "config.json").read_text() == "before"
+    monkeypatch.setattr(Written, "fails", False)
+    export.replace_model("runs/a", target)
+    assert (target / "config.json").read_text() == "{}"
+    assert [*tmp_path.iterdir()] == [target]
