@@ -171,10 +171,9 @@ class RolloutConfig:
     """What becomes of sequences under way when an engine loads new weights (with max_staleness=0 there are none).
     recompute: their tokens so far are read again, so that the next ones are sampled as if the new weights had read all
     of it. keep: they keep the KV cache that older weights have made, which saves that time; tokens after the load then
-    count for `lag/*`, not `mismatch/*`. finish: one engine after the other takes no more groups, finishes those that it
-    has, and then loads, so that all tokens of a sequence are of one version; the version counts as served once all have
-    it. auto: recompute with vLLM, keep with rollout.engine=hf, which knows nothing
-    else."""
+    count for `lag/*`, not `mismatch/*`. finish: one engine after the other finishes its groups, and then loads, so that
+    a sequence has one version; slow where answers take longer than steps. auto: recompute with vLLM, as keep is hardly
+    faster where prompts are read fast; keep with rollout.engine=hf, which knows nothing else."""
     router_replay: bool = False
     """True: the trainer sends each token to the experts that the engine sent it to (2510.11370). By rounding alone its
     own routers choose others for some tokens, so that `mismatch/*` of a mixture is larger than that of a dense model.
