@@ -38,7 +38,7 @@ TRL_ENGINES = {"trl": "generate", "trl_continuous": "continuous", "trl_vllm": "v
 BOUND = "trl_vllm"
 """A side that is no engine that trains: nothing is compared with it."""
 STALENESS = {"hf": 0, "sync": 0, "async": 1}
-FIRST_STEPS = {"async": 45}
+FIRST_STEPS = {"async": 71}
 """Number of steps of the unmeasured first round; otherwise 2. An asynchronous run tries meanwhile whether engine and
 ranks should work at the same time or take turns: its longest trial."""
 PENSTOCK_SETTINGS = {

@@ -126,10 +126,10 @@ class DeviceTurns:
         return failed({name: result for (name, _), result in zip(members, found, strict=True)})
 
 
-TRIED, PAIRS = 5, 3
+TRIED, PAIRS = 5, 5
 """Number of steps of a block, by whose median a way is measured, and of pairs of blocks that a trial has at most."""
 CLEAR = 0.25
-"""Sum of the pairs' log ratios by which a trial ends sooner: one pair with steps 1.3x as long, or two with 1.13x."""
+"""Sum of the log ratios of two or more pairs that agree by which a trial ends sooner: of two, steps 1.13x as long."""
 COST, LEAST_REST, LONGEST_REST = 0.01, 60, 960
 """Share of the time until the next trial that a trial may cost, and fewest and most steps until then."""
 CHANGED = 1.25
@@ -141,8 +141,9 @@ class TurnChoice:
     """The choice. Pure: `note` each step.
 
     A trial alternates blocks of steps in pairs, so that a machine that becomes slower meanwhile slows both ways alike:
-    together, turns | turns, together | together, turns. It ends with the pair by which the sum of the log ratios is
-    `CLEAR` (a sequential test), or with the last one; the sum's sign decides.
+    together, turns | turns, together | together, turns. It ends once all pairs agree, and the sum of their log ratios
+    is `CLEAR` (a sequential test), or with the last one; the sum's sign decides. One pair never suffices: on a machine
+    that others use, a whole block may take 1.5x as long as the next.
     """
 
     settles: int
@@ -184,10 +185,10 @@ class TurnChoice:
         if len(self._blocks) % 2:
             self._change()
             return None
-        evidence = self._evidence()
-        if abs(evidence) < CLEAR and len(self._blocks) < 2 * PAIRS:
-            return None
-        return self._choose(evidence > 0)
+        ratios = self._log_ratios()
+        evidence = math.fsum(ratios)
+        is_clear = len(ratios) > 1 and abs(evidence) >= CLEAR and all(ratio * evidence > 0 for ratio in ratios)
+        return self._choose(evidence > 0) if is_clear or len(ratios) == PAIRS else None
 
     def _begins(self, rested: int) -> bool:
         """Return whether a trial begins, with the block that has just ended."""
@@ -200,9 +201,10 @@ class TurnChoice:
         del self._blocks[:-1]
         return True
 
-    def _evidence(self) -> float:
-        """Sum of log ratios of seconds at the same time to those in turns, over pairs of blocks."""
-        return math.fsum((-1 if way else 1) * math.log(seconds) for way, seconds in self._blocks)
+    def _log_ratios(self) -> list[float]:
+        """Log ratios of the seconds at the same time to those in turns, by pair of blocks."""
+        pairs = [dict(pair) for pair in zip(self._blocks[::2], self._blocks[1::2], strict=True)]
+        return [math.log(pair[False] / pair[True]) for pair in pairs]
 
     def _change(self) -> None:
         self.takes_turns, self._settling = not self.takes_turns, self.settles
