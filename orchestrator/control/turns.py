@@ -133,7 +133,7 @@ CLEAR = 0.25
 COST, LEAST_REST, LONGEST_REST = 0.01, 60, 960
 """Share of the time until the next trial that a trial may cost, and fewest and most steps until then."""
 CHANGED = 1.25
-"""Factor by which steps become longer or shorter, such as by longer responses, for a trial to come sooner."""
+"""Factor by which steps become longer or shorter, such as by longer responses, for a trial to come twice as soon."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class TurnChoice:
         assert self._chosen is not None
         by_then = [abs(math.log(seconds / self._chosen[1])) for _, seconds in self._blocks[-2:]]
         has_changed = len(by_then) == 2 and min(by_then) > math.log(CHANGED)
-        if rested < (LEAST_REST if has_changed else self._rest):
+        if rested < (max(LEAST_REST, self._rest / 2) if has_changed else self._rest):
             return False
         self._rested = None
         del self._blocks[:-1]
