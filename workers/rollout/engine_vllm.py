@@ -409,7 +409,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request_id = str(next(self._request_ids))
-        output = None
+        output: Any = None
         try:
             async for latest in self.llm.generate(
                 prompt, parameters, request_id=request_id, lora_request=lora, priority=priority
