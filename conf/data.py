@@ -230,8 +230,9 @@ class EvaluationConfig:
     1: partial credit does not count. A function that returns a dict with `acc`, as verl's do, says itself how right a
     response is."""
     stop_at_accuracy: float | None = None
-    """Held-out accuracy, from 0 to 1, at which the run ends early, with the model that was measured: no step is taken
-    while one is evaluated. `null`: never."""
+    """Held-out accuracy, from 0 to 1, at which the run ends early, with the model that was measured. Where
+    max_staleness > 0 and checkpoints are taken, steps go on while one is measured: each that is evaluated is saved, and
+    the model is its checkpoint's. Otherwise no step is taken meanwhile. `null`: never."""
 
     def __post_init__(self) -> None:
         one_of("evaluation.overlap", self.overlap, ("drop", "allow"))

@@ -137,9 +137,9 @@ class Evaluations:
     async def resume(self, done: int) -> None:
         """Begin what a run that continues lacks up to step `done`, whose version engines have: engines that are lent
         measure again what another command had lent them for. What no engine has is lost."""
-        lent, engines = self._fleet.lent(), list[tuple[str, Any]]()
-        if step := self._missing(done):
-            versions = await try_all(lent, "version", phase="evaluation", timeout_s=PRESENT_S)
+        lent = self._fleet.lent()
+        versions = await try_all(lent, "version", phase="evaluation", timeout_s=PRESENT_S)
+        for step in self._missing(done):
             engines = [one for one, version in zip(lent, versions, strict=True) if version == step]
             if engines:
                 await self._start(Evaluation(step, engines, are_lent=True))
@@ -147,16 +147,18 @@ class Evaluations:
                 await self.begin(step)
             else:
                 self._lose(Evaluation(step, [], are_lent=False), WorkerDied("no engine has its version any more."))
-        await self._loans.give_back([one for one in lent if one not in engines])
+        busy = self._now.engines if self._now is not None else []
+        await self._loans.give_back([one for one in lent if one not in busy])
 
-    def _missing(self, done: int) -> int:
-        """The last step up to `done` whose evaluation was to run beside training, if it is not reported; 0: there is
-        none."""
-        step = next((step for step in range(done, 0, -1) if self._config.evaluates(step) and self.is_beside(step)), 0)
-        lines, events = self._directory.read_metrics(), self._directory.read_events()
-        is_measured = any(line.get("step") == step and HELDOUT in line for line in lines)
-        is_lost = any(event["kind"] == EVENT and event["step"] == step for event in events)
-        return 0 if is_measured or is_lost else step
+    def _missing(self, done: int) -> list[int]:
+        """Steps up to `done` whose evaluations were to run beside training, and are neither reported nor lost. Those
+        before the first one that is reported were not asked for."""
+        if not self.is_beside(0):
+            return []
+        known = {int(line["step"]) for line in self._directory.read_metrics() if HELDOUT in line}
+        first = min(known, default=done)
+        known |= {int(event["step"]) for event in self._directory.read_events() if event["kind"] == EVENT}
+        return [step for step in range(first, done + 1) if self._config.evaluates(step) and step not in known]
 
     async def before_load(self) -> None:
         """Wait until no engine that is to load the next version evaluates."""
@@ -212,7 +214,7 @@ class Evaluations:
         return found
 
     def _lose(self, now: Evaluation, error: PenstockError) -> None:
-        self._now = None
+        self._now = None if self._now is now else self._now
         self.num_lost += 1
         self._directory.event(EVENT, step=now.step, error=type(error).__name__, message=str(error))
         self._note(f"the evaluation after step {now.step} is lost: {error}")

@@ -15,6 +15,7 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.trainer.step_report import StepReport
 from tests.amounts import amount
 from tests.fakes.actors import FakeHandle
+from tests.orchestrator.control.test_evaluations import Measured
 from tests.orchestrator.scripted_fleet import (
     ScriptedFleet,
     controller_over,
@@ -22,7 +23,7 @@ from tests.orchestrator.scripted_fleet import (
     scripted_config,
     store_of,
 )
-from tests.run_files import metrics_of
+from tests.run_files import events_of, metrics_of
 from tests.virtual_time import run_virtually
 
 SEEDS = range(amount(3, many=50))
@@ -45,7 +46,9 @@ class Keeper(Owner):
         await asyncio.sleep(0)
 
 
-async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Sequence[str]) -> int:
+async def live(
+    words: Sequence[str], random: Random, tmp_path: Path, strikes: Sequence[str], evaluator: Any = None
+) -> int:
     """The run to its end; how many controllers it took."""
     config = scripted_config(tmp_path, *words)
     flow = flow_of(config)
@@ -56,7 +59,7 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
     wanted = {"rollout": 4} if JOIN in strikes else {}
     while lives < MAX_LIVES:
         lives += 1
-        more: Any = {"taken": taken, "wanted": wanted}
+        more: Any = {"taken": taken, "wanted": wanted, "evaluator": evaluator}
         running = asyncio.ensure_future(controller_over(fleet, config, directory, **more).run())
         done, _ = await asyncio.wait({running}, timeout=random.uniform(0.0, 12.0))
         if done:
@@ -98,3 +101,26 @@ def test_another_controller_goes_on_at_any_moment_and_every_row_is_trained_once(
         dropped = sum(value for name, value in line.items() if name.startswith("dropped/"))
         assert line["store/groups_admitted"] * 2 == line["store/rows_trained"] + dropped + line["store/rows"]
     assert lines[-1]["store/rows_trained"] == MAX_STEPS * 4 * 2
+
+
+@pytest.mark.parametrize("strikes", [[], ["Rollout-2"]])
+@pytest.mark.histories
+@pytest.mark.parametrize("seed", range(amount(10, many=50)))
+def test_another_controller_asks_lent_engines_again_and_reports_no_other_version(
+    strikes: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeHandle, "outlives_callers", True)
+    words = [
+        "max_staleness=2", f"trainer.max_steps={MAX_STEPS}", "checkpoint.every_steps=0", "evaluation.every_steps=3",
+        "rollout.num_workers=3", "faults.store_snapshot_s=20", "faults.max_restarts=1000",
+    ]  # fmt: skip
+    lives = run_virtually(live(words, Random(seed), tmp_path, strikes, Measured(engine_s=3.0)))
+    assert 2 < lives < MAX_LIVES
+    lines = metrics_of(tmp_path / "run")
+    measured = {line["step"]: line["accuracy/heldout"] for line in lines if "accuracy/heldout" in line}
+    assert all(accuracy == step / 100 for step, accuracy in measured.items())
+    lost = [event["step"] for event in events_of(tmp_path / "run") if event["kind"] == "evaluation_lost"]
+    assert sorted([*measured.keys() - {0, MAX_STEPS}, *lost]) == [3, 6, 9, 12, 15]
+    assert strikes or len(lost) <= 2  # an engine is asked again where it has the version; else it has none
+    assert max(line.get("staleness/max", 0) for line in lines) <= 2
+    assert not any(line.get("dropped/stale") for line in lines)
