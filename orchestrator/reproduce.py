@@ -5,7 +5,7 @@
                                                                                      └─ a difference ends the run
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,12 @@ class Comparison:
 
 def reproduce(place: str, tell: Tell, *, steps: int | None = None, directory: str | None = None) -> int:
     """Make a run again. `steps`: number of steps at most; None: all that the run has. `directory`: of the new run;
-    None: beside the first. Returns the exit code: 0 for the same bits, 1 for others.
+    None: beside the first, or below `runs` for one at a URL. Returns the exit code: 0 for the same bits, 1 for others.
 
     Raises `ConfigError` for a run that cannot be made again, and what `run` raises."""
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps {steps}: at least one step is compared.")
-    with open_at(place, more=lambda names: [name for name in names if name == FILE]) as before:
+    with open_at(place, more=_wanted) as before:
         manifest, lines = read_manifest(before.path), hashed_lines(before)
         if not manifest:
             raise ConfigError(
@@ -100,7 +100,8 @@ def again_config(manifest: Mapping[str, Any], before: RunDirectory, directory: s
             f"{before.place}: its dataflow was given in Python, or algorithm={config.algorithm.name} has another one "
             "now. Call penstock.run again, and compare the runs with penstock diff."
         )
-    place = Path(directory) if directory is not None else before.path.parent / _new_name(before)
+    beside = before.path.parent if before.url is None else Path("runs")
+    place = Path(directory) if directory is not None else beside / _new_name(before)
     config.output_dir, config.name = str(place.expanduser().resolve().parent), place.name
     config.resume, config.plan = ("never" if config.resume == "auto" else config.resume), "never"
     config.checkpoint.directory = None
@@ -118,8 +119,7 @@ def again_config(manifest: Mapping[str, Any], before: RunDirectory, directory: s
 def diff(first: str, second: str, tell: Tell) -> int:
     """Say up to which step two runs have the same bits, and what differs in their manifests. Returns the exit code: 0
     for the same bits, 1 for others. Raises `ConfigError` for what is no run, or has no hashes."""
-    wanted = [FILE]
-    with open_at(first, more=lambda names: wanted) as one, open_at(second, more=lambda names: wanted) as other:
+    with open_at(first, more=_wanted) as one, open_at(second, more=_wanted) as other:
         same, difference = compare(hashed_lines(one), hashed_lines(other))
         tell(verdict(same, difference))
         tell(differences_text(one.path, other.path))
@@ -127,6 +127,11 @@ def diff(first: str, second: str, tell: Tell) -> int:
             for reason in loose_ends(one.read_config()):
                 tell(f"such a difference is expected: {reason}")
     return 0 if difference is None else 1
+
+
+def _wanted(names: Sequence[str]) -> list[str]:
+    """The files that are read of a run at a URL, besides its records."""
+    return [name for name in names if name == FILE]
 
 
 def _new_name(before: RunDirectory) -> str:

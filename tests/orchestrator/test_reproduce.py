@@ -71,6 +71,8 @@ def test_what_a_run_has_chosen_is_given_and_nothing_is_planned(tmp_path: Path, s
     assert config.trainer.max_steps == load_config(["recipe=arithmetic"]).trainer.max_steps  # a schedule depends on it
     assert config.output_dir == str(tmp_path)
     assert config.name.startswith("sums-again-")
+    elsewhere = again_config(reproducing.read_manifest(run), RunDirectory.open(run, "memory://runs/sums"), None)
+    assert elsewhere.output_dir == str(Path("runs").resolve())  # what was read is a copy that is removed
 
 
 def test_threads_that_differ_between_ranks_follow_from_cores_again(tmp_path: Path, stages: list[str]) -> None:
