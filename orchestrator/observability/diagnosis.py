@@ -171,13 +171,13 @@ def mismatch(history: History, config: DiagnosisConfig, max_staleness: int) -> F
 def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
     """What an engine's own samples say: it scores them otherwise than it has recorded them."""
     means = {name: looks for name, looks in history.within(SAMPLES).items() if len(looks) >= LEAST_LOOKS}
-    hotter = _other_temperatures(history, means)
-    if hotter:
-        factors = ", ".join(f"{name} samples as if at {factor:.4g} times" for name, factor in hotter.items())
+    factors = _other_temperatures(history, means)
+    if factors:
+        texts = ", ".join(f"{name} samples as if at {factor:.4g} times" for name, factor in factors.items())
         return Finding(
             "mismatch",
-            f"{factors} the temperature that it is asked for: its samples differ from its own scores of them by "
-            f"|Δ log p| {_mean_of(means, [*hotter]):.2g} a token{_of_others(means, [*hotter])}",
+            f"{texts} the temperature that it is asked for: its samples differ from its own scores of them by "
+            f"|Δ log p| {_mean_of(means, [*factors]):.2g} a token{_of_others(means, [*factors])}",
             "See rollout.engine_options for what changes its logits or its temperature.",
         )
     flags = history.within(DOUBLED)
@@ -197,9 +197,10 @@ def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
         )
     return Finding(
         "mismatch",
-        f"{text}, and no other temperature explains it: it has read stale keys and values (a cache that was not "
-        "emptied at a load), or what it recorded is of other tokens",
-        "See rollout.engine_options for a cache of its own, and compare with enable_prefix_caching: false.",
+        f"{text}: it has read stale keys and values (a cache that was not emptied at a load), or what it recorded is "
+        "of other tokens",
+        "Compare with rollout.engine_options.enable_prefix_caching=false. On a CPU, with a large vocabulary, it may be "
+        "the temperature as well.",
     )
 
 

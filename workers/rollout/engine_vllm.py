@@ -753,11 +753,18 @@ def to_completion(
     sample: Any, detokenizer: Detokenizer, *, detokenized: bool, routing: RoutingShape | None = None
 ) -> Completion:
     """The completion of one sample of a request. `detokenized`: vLLM has decoded its text already. `routing`: of the
-    model, where the experts are recorded: vLLM has them of each token but the last one, `[L - 1, all layers, K]`."""
+    model, where the experts are recorded: vLLM has them of each token but the last one, `[L - 1, all layers, K]`.
+    Raises `ResourceError` for tokens without a version."""
     token_ids = list(sample.token_ids)
     flat = sample.logprobs
     logprobs = [flat.logprobs[start] for start in flat.start_indices]
-    versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
+    versions = [int(span.version) for span in sample.weight_versions or () for _ in range(span.start, span.end)]
+    if len(versions) != len(token_ids):
+        raise ResourceError(
+            f"vLLM says of {len(versions)} of {len(token_ids)} sampled tokens under which weights they were sampled "
+            "(CompletionOutput.weight_versions), without which the staleness of the rest is not known. Install the "
+            "version of vLLM that Penstock's requirements name."
+        )
     text = detokenizer.cut(token_ids, sample.text) if detokenized else detokenizer.text(token_ids)
     experts = b""
     if routing is not None:

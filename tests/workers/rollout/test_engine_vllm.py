@@ -5,7 +5,7 @@ import json
 import os
 import re
 import signal
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +31,11 @@ from penstock.metering.meters import Meters
 from penstock.workers.agents.gateway.tool_calls import ANY, READERS, forced_call
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.models.routed_experts import RoutingShape
-from penstock.workers.protocols import EngineSpec, Publication, Sampling
+from penstock.workers.protocols import EngineSpec, Publication, SampleCall, Sampling
 from penstock.workers.rollout.detokenizer import Detokenizer
 from penstock.workers.rollout.engine_vllm import (
     VllmEngine,
+    VllmRequest,
     VllmStats,
     engine_arguments,
     sampling_params,
@@ -42,6 +43,7 @@ from penstock.workers.rollout.engine_vllm import (
     vllm_environment,
 )
 from penstock.workers.rollout.kept_sequences import single_samples
+from penstock.workers.rollout.prompt_scores import PromptScores
 from tests.metering.measured import measured
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
@@ -334,6 +336,57 @@ def test_experts_are_asked_of_vllm_and_read_from_the_layers_that_have_routers() 
     completion = to_completion(sample, Detokenizer(None), detokenized=True, routing=RoutingShape((0, 2), 8, 2))
     assert (completion.token_ids, completion.versions) == ([7, 8], [3, 3])
     assert list(completion.routed_experts) == [0, 1, 4, 5, 6, 7, 10, 11, 12, 13, 16, 17]
+
+
+def test_tokens_of_which_vllm_does_not_say_the_version_end_the_run() -> None:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+
+    for spans, found in ((None, 0), ([WeightVersionSpan("3", 0, 1)], 1)):
+        sample = CompletionOutput(0, "", [7, 8], None, FlatLogprobs(), finish_reason="length", weight_versions=spans)
+        with pytest.raises(ResourceError, match=f"{found} of 2 sampled tokens .* Install the version of vLLM"):
+            to_completion(sample, Detokenizer(None), detokenized=True)
+
+
+def test_no_option_of_vllm_decides_whether_tokens_have_a_version() -> None:
+    """One that comes with a newer vLLM is to be set: `sampling_params` or `engine_arguments` ask for versions then."""
+    from vllm import AsyncEngineArgs, SamplingParams
+
+    names = [*SamplingParams.__struct_fields__, *(field.name for field in fields(AsyncEngineArgs))]
+    assert [name for name in names if "version" in name and "weight" in name] == []
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_the_whole_vocabulary_is_scored_at_the_last_tokens_of_a_prompt_alone(chooses: bool) -> None:
+    from vllm.logprobs import FlatLogprobs
+
+    vocabulary, num = 6, 2
+    call = SampleCall([1, 2, 3, 4, 5], 1, Sampling(seed=0), prompt_logprobs=True, vocabulary_positions=num)
+    request = VllmRequest(call, vocabulary, chooses, (), Detokenizer(None))
+    asked = request.scored()
+    model: Any = SimpleNamespace(max_logprobs=-1, max_model_len=16, get_vocab_size=lambda: vocabulary)
+    asked._validate_logprobs(model)
+    flat: Any = FlatLogprobs()
+    flat.append(None)
+    if chooses:
+        assert (asked.prompt_logprobs, asked.prompt_logprob_start) == (0, 2)
+        np.testing.assert_array_equal(asked.prompt_logprob_token_ids, [range(vocabulary)] * num)
+    else:
+        assert asked.prompt_logprobs == -1
+    expected = np.random.default_rng(0).normal(size=(5, vocabulary)).astype(np.float32)
+    for position in range(1, 5):
+        own = call.prompt_ids[position]
+        every = [] if chooses else [token for token in range(vocabulary) if token != own]
+        flat.append_fast(
+            [own, own, *every],
+            [expected[position, token] for token in (own, own, *every)],
+            iter(range(9)),
+            iter("." * 9),
+        )
+    output = SimpleNamespace(prompt_logprobs=flat, prompt_token_id_logprobs=expected[-num:])
+    scores = PromptScores(call, vocabulary)
+    request.fill(scores, output)
+    np.testing.assert_array_equal(scores.output([]).vocabulary_logprobs, expected[-num:])
 
 
 def test_vllms_own_deadline_comes_after_that_of_loading_and_compiling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,8 @@ def test_a_prompt_is_scored_at_temperature_one(served: Adapting) -> None:
             expected = np.where(targets < 0, 0, chosen)
             np.testing.assert_allclose(output.target_logprobs, expected, **served.near)
             assert len(output.samples) == 3
+            whole = served.sample(adapter, replace(CALL, vocabulary_positions=3)).vocabulary_logprobs
+            np.testing.assert_allclose(whole, rows[-4:-1].numpy(), **served.near)
 
 
 @pytest.mark.real
@@ -279,6 +281,7 @@ def test_a_rank_beyond_the_limit_is_refused(served: Adapting) -> None:
         ({"target_prompt_ids": np.zeros((3, 2), np.int64)}, r"of shape \[3, 2\], must be \[7, K\]"),
         ({"target_prompt_ids": np.full((7, 2), 9999)}, "target_prompt_ids: has tokens outside"),
         ({"topk_logprobs": -1}, "topk=0, -1"),
+        ({"vocabulary_positions": 8}, "vocabulary_positions=8: must be 0, or less than the prompt's 8 tokens"),
     ],
 )
 def test_a_call_that_no_engine_can_answer_is_refused(served: Adapting, changes: Any, message: str) -> None:
