@@ -159,7 +159,7 @@ def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
 
 
 @pytest.mark.parametrize("every", [1, 50])
-def test_a_run_that_was_training_on_exports_the_checkpoint_that_reached_the_goal(
+def test_a_run_that_trained_on_exports_the_checkpoint_that_reached_the_goal(
     tmp_path: Path, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = list[tuple[str, Path]]()

@@ -42,6 +42,20 @@ def test_every_step_arrives_in_order_and_then_the_end(tmp_path: Path) -> None:
     assert (event["tracker"], event["id"], event["place"]) == ("tracker", "new", "its page")
 
 
+def test_an_evaluation_arrives_after_later_steps_which_stay_the_last(tmp_path: Path) -> None:
+    directory, tracker = new_run(tmp_path), Scripted()
+    sender, _ = sender_to(tracker, directory)
+    for step in range(4):
+        sender.log(step, {"loss": 1.0})
+    sender.log(2, {"accuracy/heldout": 0.5, "evaluation/step": 2})
+    sender.log(1, {"loss": 1.0})  # a step that is taken again
+    sender.finish(End("finished"))
+    sender.close()
+    assert tracker.calls == ["open", "0", "1", "2", "3", "2", "finish"]
+    assert tracker.numbers[-1] == {"accuracy/heldout": 0.5, "evaluation/step": 2.0}
+    assert trackers.TrackerState(directory, "tracker").step == 3
+
+
 def test_a_tracker_that_hangs_is_left_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, gate = new_run(tmp_path), Gate("1")
     sender, told = sender_to(Scripted(gate), directory)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,28 @@ def test_a_run_and_what_goes_on_with_it_are_one_run(tmp_path: Path) -> None:
     assert summary_of(first)["error"] == "DataError: no rows"
     assert summary_of(second) == {"state": "finished", "error": "", "summary/Reward": "0.5"}
     assert [exit_code(records) for records in (first, second)] == [1, 0]
+
+
+def test_an_evaluation_is_drawn_over_the_step_that_it_has_measured(tmp_path: Path) -> None:
+    directory = new_run(tmp_path)
+    tracker = Wandb(WandbConfig(mode="offline"), 60.0)
+    tracker.open(replace(about(directory), config={"max_staleness": 2}), None)
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss": step / 4})
+    tracker.log(1, {"accuracy/heldout": 0.5, "evaluation/step": 1})
+    tracker.log(4, {"loss": 1.0})
+    tracker.finish(End("finished"))
+    (records,) = files_below(directory.path)
+    lines = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    (measured,) = [line for line in lines if "accuracy/heldout" in line]
+    assert (measured["accuracy/heldout"], measured["evaluation/step"], measured["_step"]) == (0.5, 1, 3)
+    defined = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+    assert {metric.glob_name for metric in defined} >= {"accuracy/*", "heldout_reward/*"}
+    assert {metric.step_metric for metric in defined if metric.glob_name} == {"evaluation/step"}
 
 
 def summary_of(records: list[Any]) -> dict[str, Any]:
