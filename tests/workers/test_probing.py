@@ -55,7 +55,7 @@ def test_a_right_engine_differs_by_rounding_at_any_temperature(temperature: floa
         assert answer.differences.max() < 1e-6
         assert len(answer.differences) == (20 if temperature == 1 else POSITIONS)
         assert not answer.is_doubled
-    assert math.isnan(answer.temperature) or answer.temperature == pytest.approx(1.0, abs=1e-5)
+        assert math.isnan(answer.temperature) or answer.temperature == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

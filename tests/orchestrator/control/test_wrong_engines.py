@@ -86,8 +86,8 @@ class Run:
         self._temperature = temperature
         handle = SimpleNamespace(probe=SimpleNamespace(remote=served.actor.probe))
         fleet: Any = SimpleNamespace(role=lambda role: [(NAME, handle)])
-        self._weights: Any = SimpleNamespace(serving={})
-        self._probe = EngineProbe(fleet, self._weights, MAX_LENGTH)
+        weights: Any = SimpleNamespace(serving={})
+        self._weights, self._probe = weights, EngineProbe(fleet, weights, MAX_LENGTH)
         self._before: dict[str, torch.Tensor] = {}
         run = RunConfig(max_staleness=MAX_STALENESS, rollout=RolloutConfig(dtype=dtype), trainer=config)
         self._limits = run.diagnosis_of_run
@@ -132,7 +132,7 @@ class Run:
         return Rows.from_lists({"prompt_ids": prompts, "advantage": advantages, **columns}, group_ids=ids)
 
     def _train(self, step: int, rows: Rows) -> StepReport:
-        recorder = ProbeRecorder(rows, temperature=self._temperature)
+        recorder: Any = ProbeRecorder(rows, temperature=self._temperature)
         report = self.trainer.update(rows, ppo_clip_loss, recorder, step - 1)
         trained = TrainedRows.of(rows, step - 1)
         return StepReport(step, step - 1, report.metrics, trained, 0, 0, {}, rows.row_ids, probe=recorder.rows(rows))
