@@ -12,6 +12,7 @@ In the simulator: eight engines and eight ranks of a large model by the duration
 
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -179,12 +180,13 @@ async def measure(num_rounds: int, num_updates: int) -> list[dict[str, Any]]:
         await engines.start()
         try:
             await engines.round(RECOMPUTE, 1)
-            turns = [ON_UPDATE[index:] + ON_UPDATE[:index] for index in range(len(ON_UPDATE))]
-            return [
-                await engines.round(mode, num_updates)
-                for number in range(num_rounds)
-                for mode in turns[number % len(turns)]
-            ]
+            rounds = []
+            for number in range(num_rounds):
+                first = number % len(ON_UPDATE)
+                for mode in ON_UPDATE[first:] + ON_UPDATE[:first]:
+                    rounds.append(await engines.round(mode, num_updates))
+                    print(rounds[-1], file=sys.stderr, flush=True)
+            return rounds
         finally:
             await engines.close()
 
