@@ -54,7 +54,7 @@ class Comparison:
         if self.difference is None:
             self.same = step
         self.is_over = self.difference is not None or step >= self._last
-        self._tell(f"step {step}: {'the same bits' if self.difference is None else self.difference.text()}")
+        self._tell(f"step {step}: {'the same bits' if self.difference is None else f'other {self.difference.name}'}")
 
     def close(self) -> None: ...
 

@@ -41,9 +41,13 @@ class Difference:
     quantity: str
     """The first of `QUANTITIES` that differs in this step."""
 
+    @property
+    def name(self) -> str:
+        """The quantity's name for people."""
+        return NAMES.get(self.quantity, self.quantity)
+
     def text(self) -> str:
-        name = NAMES.get(self.quantity, self.quantity)
-        return f"step {self.step} is the first that differs, in its {name}. Look at {CAUSES[self.quantity]}."
+        return f"step {self.step} is the first that differs, in its {self.name}. Look at {CAUSES[self.quantity]}."
 
 
 def difference_in(before: Line, now: Line) -> Difference | None:

@@ -104,7 +104,7 @@ def test_a_comparison_ends_the_run_after_a_difference_or_the_last_step() -> None
         for step, one in enumerate(lines, 1):
             comparison.log(step, {"hash/tokens": one})
         assert (comparison.same, comparison.is_over) == (same, is_over)
-    assert told[-1].startswith("step 2: step 2 is the first that differs, in its tokens.")
+    assert told[-2:] == ["step 1: the same bits", "step 2: other tokens"]
 
 
 def test_diff_says_the_step_and_ends_with_one_where_bits_differ(
