@@ -47,7 +47,8 @@ def test_a_cell_of_a_notebook_trains_with_a_lambda(tmp_path: Path, cluster: str)
     assert "base64," in result._repr_html_()
     texts = [file.read_bytes() for file in result.directory.rglob("*") if file.suffix in (".yaml", ".json", ".jsonl")]
     assert any(GIVEN.encode() in text for text in texts)
-    assert not any(b"cloudpickle" in file.read_bytes() for file in result.directory.rglob("*") if file.is_file())
+    pickled = b"cloudpickle.cloudpickle"  # as in each pickle of a lambda; manifest.json has the package's name
+    assert not any(pickled in file.read_bytes() for file in result.directory.rglob("*") if file.is_file())
 
 
 def test_the_same_call_resumes_the_run_bit_for_bit(tmp_path: Path, cluster: str) -> None:
