@@ -86,6 +86,10 @@ ENVIRONMENT_TURNS = Metric("penstock_environment_turns_total", COUNTER, "turns",
     "Turns of the attempts that have ended.", condition=IN_ENVIRONMENTS)
 ENVIRONMENT_ATTEMPT = Metric("penstock_environment_attempt_seconds", SUMMARY, "seconds",
     "One attempt, from its task to its end.", condition=IN_ENVIRONMENTS)
+ENVIRONMENT_UNDER_WAY = Metric("penstock_environment_attempts_under_way", GAUGE, "attempts",
+    "Attempts under way.", condition=IN_ENVIRONMENTS)
+ENVIRONMENT_LIMIT = Metric("penstock_environment_attempts_limit", GAUGE, "attempts",
+    "Attempts that may be, by the engines' memory.", condition=IN_ENVIRONMENTS)
 
 # The driver
 

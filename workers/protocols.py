@@ -246,6 +246,10 @@ class RolloutEngine(Protocol):
     def sampled(self) -> SamplingProgress:
         """The engine's work so far. May be called at any time; returns at once."""
 
+    def kv_load(self) -> KvLoad | None:
+        """The load of its KV memory; None for an engine whose memory sets no limit, or that does not know it. May be
+        called at any time; returns at once."""
+
     async def nonfinite_weights(self) -> list[str]:
         """Names of weights that are not finite numbers, as the engine has them now. Raises `WeightError` where that
         cannot be found out, `WorkerDied`."""

@@ -173,6 +173,8 @@ ENVIRONMENTS = (
     _rates(table.ENVIRONMENT_ATTEMPTS, "Attempts a second", PER_SECOND, "outcome"),
     _rates(table.ENVIRONMENT_TURNS, "Turns a second", PER_SECOND),
     _mean(table.ENVIRONMENT_ATTEMPT, "Time of an attempt"),
+    _gauge(table.ENVIRONMENT_UNDER_WAY, "Attempts under way", PLAIN),
+    _gauge(table.ENVIRONMENT_LIMIT, "Attempts that the engines' memory allows", PLAIN),
 )
 OF_TENANT = f"{OF_RUN} {{{{tenant}}}}"
 TENANT = (*RUN, "tenant")

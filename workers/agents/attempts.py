@@ -39,6 +39,7 @@ from penstock.metering.meters import Meters
 from penstock.store.client.lease import Lease
 from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
+from penstock.workers.agents.admission import AdmissionControl, AttemptGate
 from penstock.workers.agents.environment import Context, Task, finite
 from penstock.workers.agents.gateway.http_server import AttemptKeys
 from penstock.workers.agents.gateway.turn_sampler import TurnSampler
@@ -110,15 +111,19 @@ class AttemptRunner:
         *,
         counts: Counter[str] | None = None,
         meters: Meters | None = None,
+        gate: AttemptGate | None = None,
     ) -> None:
-        """`keys`: admit agents over HTTP. `counts`, `meters`: for metrics."""
+        """`keys`: admit agents over HTTP. `counts`, `meters`: for metrics. `gate`: of the actor; None: as many attempts
+        are under way as the configuration allows."""
         self._meters = meters or Meters()
         self._meters.add(table.ENVIRONMENT_TURNS, 0)
         self._meters.add(table.ENVIRONMENT_ATTEMPTS, 0, outcome=COMPLETED)
         self.environment = environment
         self._config, self.make_sampler, self._keys = config, make_sampler, keys
         self._threads = ToolThreads(config.tool_threads)
-        self._places = asyncio.Semaphore(config.max_attempts)
+        self._gate = gate or AttemptGate(AdmissionControl(config.most_attempts))
+        self._gate_apart = AttemptGate(AdmissionControl(config.most_attempts))
+        """The gate of attempts that other engines play."""
         self.counts = counts if counts is not None else Counter()
         self._sandboxes: dict[Limits, Sandbox] = {}
         self._workspaces: Workspaces | None = None
@@ -127,10 +132,10 @@ class AttemptRunner:
 
     async def attempt(self, task: Task, sampling: Sampling, make_sampler: MakeSampler | None = None) -> Trajectory:
         """Play an attempt. `sampling`: with the attempt's seed. `make_sampler`: where other engines play it than those
-        of the runner. It waits while the largest number is under way. Raises what ends a run: engines that are gone for
-        good."""
+        of the runner. It waits while as many are under way as the engines have memory for. Raises what ends a run:
+        engines that are gone for good."""
         make = make_sampler or self.make_sampler
-        async with self._places:
+        async with (self._gate if make_sampler is None else self._gate_apart).place(sampling.priority):
             for number in range(self._config.retries):
                 if (found := await self._attempt(task, make(sampling), is_last=False)) is not None:
                     return found

@@ -18,7 +18,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import DataError, PenstockError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
+from penstock.metering import table
+from penstock.metering.meters import Meters
 from penstock.metering.ray_export import Origin, exported
+from penstock.workers.agents.admission import AdmissionControl, AttemptGate
 from penstock.workers.agents.attempts import (
     ERROR_WINDOW,
     AttemptColumns,
@@ -36,11 +39,16 @@ from penstock.workers.agents.trajectory import Trajectory
 from penstock.workers.models.tokenizer import load_tokenizer
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.pictures.prompt_pictures import PromptPictures
-from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.protocols import Completion, KvLoad, Sampling
 from penstock.workers.rollout.rollout_worker import GroupIntake
-from penstock.workers.runtime.async_tasks import contained_task_factory
+from penstock.workers.runtime.async_tasks import cancel_all, contained_task_factory
 from penstock.workers.runtime.processes import children, end_children
 from penstock.workers.runtime.serving import ErrorShare, Progress, ServingActor
+
+REPORT_S = 1.0
+"""Seconds between two reports of the engines."""
+KV_LOAD_S = 10.0
+"""Longest wait for an engine's report, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,13 @@ class Environments(ServingActor):
         self._spec = spec
         self._counts: Counter[str] = Counter()
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
+        admission = AdmissionControl(spec.config.most_attempts, spec.num_peers, limit=1)
+        self._gate = AttemptGate(admission, spec.config.timeout_s)
+        self._tokens = (0, 0)
+        """Tokens sampled, and read again, at the last report."""
+        self._num_preempted: dict[str, int] = {}
+        """Samples that each engine has preempted."""
+        self._following: asyncio.Task[None] | None = None
         self._keys = AttemptKeys()
         self._server = HttpServer(self._keys)
         self.runner: AttemptRunner | None = None
@@ -96,6 +111,8 @@ class Environments(ServingActor):
         form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs, sees=processor is not None)
         limits = TurnLimits(config.max_turns, config.max_tokens, rollout.max_model_len, rollout.max_pictures)
 
+        meters = exported(spec.origin)
+
         def make_sampler(sampling: Sampling, pool: EnginePool = self._pool) -> TurnSampler:
             return TurnSampler(
                 pool, form, sampling, limits, counts=self._counts,
@@ -106,7 +123,7 @@ class Environments(ServingActor):
             changed = replace(config, options={**config.options, **changes})
             environment = make_environment(changed, spec.imports)
             return AttemptRunner(
-                environment, config, make_sampler, self._keys, counts=self._counts, meters=exported(spec.origin)
+                environment, config, make_sampler, self._keys, counts=self._counts, meters=meters, gate=self._gate
             )
 
         self._make_runner, self._make_sampler = make_runner, make_sampler
@@ -117,15 +134,19 @@ class Environments(ServingActor):
         sampling = spec.rollout.sampling
         intake = GroupIntake(
             spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
-            spec.group_size, config.max_attempts, spec.num_peers, spec.rollout.truncated_to("drop"),
+            spec.group_size, config.most_attempts, spec.num_peers, spec.rollout.truncated_to("drop"),
+            num_admitted=lambda: self._gate.limit,
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
         self._worker = EnvironmentWorker(self.runner, intake, errors, spec.columns)
+        self._following = asyncio.create_task(self._follow_engines(meters))
         await super().start()
 
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
         """Set the rollout actors that serve now, by names and handles."""
         self._pool.update(dict(members))
+        if self._gate.limit == 1:  # nothing is known of them yet
+            await self._report()
 
     async def play(self, *arguments: Any, **options: Any) -> list[list[AttemptResult]]:
         """Play a group of attempts at each task, as `trajectories` does. Returns what evaluation needs of each."""
@@ -158,14 +179,39 @@ class Environments(ServingActor):
         """Counters of the groups, like those of an engine; and counts of the gateway, of tools and of outcomes since
         the start."""
         own = {f"environment/{name}": float(count) for name, count in self._counts.items()}
-        return {**await super().stats(), **own, "environment/turns_again": float(self._pool.num_again)}
+        own["environment/turns_again"] = float(self._pool.num_again)
+        if not self._spec.index:  # all actors have the same engines
+            own["environment/samples_preempted"] = float(sum(self._num_preempted.values()))
+        return {**await super().stats(), **own}
 
     async def close(self) -> None:
+        if self._following is not None:
+            await cancel_all([self._following])
         await self._server.stop()
         for runner in (self.runner, *self._of_sets.values()):
             if runner is not None:
                 await runner.close()
         end_children(but=self._others)
+
+    async def _follow_engines(self, meters: Meters) -> None:
+        """Fit the number of attempts to the engines' memory, once a second while there are any."""
+        while True:
+            await asyncio.sleep(REPORT_S)
+            if self._gate.num_under_way:
+                await self._report()
+            meters.put(table.ENVIRONMENT_UNDER_WAY, self._gate.num_under_way)
+            meters.put(table.ENVIRONMENT_LIMIT, self._gate.limit)
+
+    async def _report(self) -> None:
+        """Take the engines' reports. One that does not answer counts as one that is not there."""
+        members = self._pool.members
+        found = await asyncio.gather(*map(kv_load, members.values()), return_exceptions=True)
+        loads = {name: load for name, load in zip(members, found, strict=True) if not isinstance(load, BaseException)}
+        for name, load in loads.items():
+            self._num_preempted[name] = load.num_preempted if load is not None else 0
+        before, self._tokens = self._tokens, (self._counts["tokens_sampled"], self._counts["tokens_reread"])
+        num_sampled, num_reread = (now - then for now, then in zip(self._tokens, before, strict=True))
+        self._gate.report(loads, num_reread / max(1, num_sampled))
 
     def _sampler_over(self, engines: Mapping[str, Any]) -> MakeSampler | None:
         """What makes samplers over engines that no attempt of the run may use, as they are an evaluation's and have
@@ -188,6 +234,12 @@ class Environments(ServingActor):
         if key not in self._of_sets:
             self._of_sets[key] = self._make_runner(options)
         return self._of_sets[key]
+
+
+async def kv_load(handle: Any) -> KvLoad | None:
+    """The load of the memory of the engine behind a handle. Raises `TimeoutError`, and Ray's errors."""
+    found: KvLoad | None = await asyncio.wait_for(handle.kv_load.remote(), KV_LOAD_S)
+    return found
 
 
 async def ask(

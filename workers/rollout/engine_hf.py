@@ -392,6 +392,9 @@ class HfEngine:
                 f"the end of a decode step within {self._spec.phase_timeout_s:g} s. Raise weights.phase_timeout_s."
             ) from None
 
+    def kv_load(self) -> None:
+        return None
+
     async def nonfinite_weights(self) -> list[str]:
         look = partial(nonfinite_weights, self.model)
         return await asyncio.get_running_loop().run_in_executor(self._executor(), look)

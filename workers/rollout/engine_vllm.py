@@ -68,6 +68,7 @@ from penstock.workers.protocols import (
     WHOLE,
     Completion,
     EngineSpec,
+    KvLoad,
     Publication,
     SampleCall,
     SampledTokens,
@@ -134,7 +135,7 @@ class VllmEngine:
         self._output = EngineOutput()
         self._broken: str | None = None
         """The reason why the engine is broken."""
-        self._stats = None if meters is None else VllmStats(meters)
+        self._stats = VllmStats(meters or Meters()) if meters is not None or spec.by_priority else None
         self._pictures: PictureProcessor | None = None
         """Processor of the model's pictures; None for a model of text."""
         self._detokenizer = NO_TOKENIZER
@@ -176,7 +177,8 @@ class VllmEngine:
         parameters = sampling_params(num_samples, sampling, self._banned, self._detokenizer)
         output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
         finished = partial(to_completion, detokenized=bool(sampling.stop), routing=self._routing)
-        return [finished(sample, self._detokenizer) for sample in samples_of_output(output, num_samples)]
+        completions = [finished(sample, self._detokenizer) for sample in samples_of_output(output, num_samples)]
+        return [replace(one, num_cached=output.num_cached_tokens) for one in completions]
 
     async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
@@ -288,6 +290,12 @@ class VllmEngine:
         return SamplingProgress(
             num_tokens, now.num_in_flight, now.num_tokens, waiting, paused_s, self._stats.num_read_again
         )
+
+    def kv_load(self) -> KvLoad | None:
+        if self.llm is None or self._stats is None:
+            return None
+        num_fitting = self.llm.vllm_config.cache_config.kv_cache_max_concurrency
+        return self._stats.kv_load(num_fitting) if num_fitting else None
 
     async def nonfinite_weights(self) -> list[str]:
         self.check_alive()
@@ -521,6 +529,8 @@ class VllmEngine:
     async def _pause(self, delivery: Delivery) -> None:
         keeps = self._keeps_encoder_cache or self._config.keeps_caches
         self._paused.enter()
+        if self._stats is not None and not self._config.keeps_caches:
+            self._stats.excuse()
         try:
             await self._phase(delivery, "pause", self.llm.pause_generation(mode="keep", clear_cache=not keeps))
             if self._config.keeps_caches:
@@ -952,8 +962,11 @@ class VllmStats:
     methods of vLLM's `StatLoggerBase`: vLLM gathers statistics only where there is one."""
 
     def __init__(self, meters: Meters) -> None:
-        self.num_waiting = 0
-        """Number of sequences in the queue after the last step."""
+        self.num_waiting = self.num_running = self.num_preempted = 0
+        """Numbers of sequences after the last step, and of those preempted so far for want of memory."""
+        self._usage = 0.0
+        self._num_excused = 0
+        """Preemptions to come that new weights have caused: vLLM tells of one when its sequence goes on."""
         self._meters = meters
         self.num_read_again = 0
         """Tokens of sequences that were preempted, by new weights or for want of room, and read again."""
@@ -971,11 +984,25 @@ class VllmStats:
         if scheduler_stats is None:
             return
         self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self.num_running, self._usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
+        self._count_preempted(iteration_stats.num_preempted_reqs if iteration_stats is not None else 0)
         prefixes = scheduler_stats.prefix_cache_stats
         self.num_read_again += prefixes.preempted_queries - prefixes.preempted_hits
         self._meters.put(table.ROLLOUT_KV_CACHE, scheduler_stats.kv_cache_usage)
         self._meters.add(table.ROLLOUT_PREFIX_LOOKUPS, prefixes.queries)
         self._meters.add(table.ROLLOUT_PREFIX_HITS, prefixes.hits)
+
+    def excuse(self) -> None:
+        """Do not count the preemption of what is running now: new weights are the reason."""
+        self._num_excused = self.num_running
+
+    def kv_load(self, num_fitting: float) -> KvLoad:
+        return KvLoad(num_fitting, self._usage, self.num_running, self.num_waiting, self.num_preempted)
+
+    def _count_preempted(self, count: int) -> None:
+        excused = min(count, self._num_excused)
+        self._num_excused -= excused
+        self.num_preempted += count - excused
 
     def log(self) -> None: ...
 

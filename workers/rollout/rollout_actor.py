@@ -26,6 +26,7 @@ from penstock.workers.protocols import (
     AdapterState,
     Completion,
     EngineSpec,
+    KvLoad,
     Publication,
     RolloutEngine,
     SampleCall,
@@ -274,6 +275,10 @@ class Rollout(ServingActor):
         """Tokens sampled, and samples in flight. May be called at any time."""
         sampled = self._engine.sampled()
         return self._phases.progress(sampled.num_tokens, sampled.num_in_flight, sampled.tokens_in_flight)
+
+    async def kv_load(self) -> KvLoad | None:
+        """The load of the engine's KV memory. May be called at any time."""
+        return self._engine.kv_load()
 
     async def stats(self) -> dict[str, float]:
         """Counters of the sampled rollouts, which the environments report for an engine that pulls none, and of what

@@ -46,6 +46,8 @@ PAUSED, READ_AGAIN = "rollout/paused_s", "rollout/prefilled_again"
 """Counters of an engine, and metrics of a step: see `SamplingProgress`."""
 ERROR_WINDOW = 100
 """Number of samples over which the share of bad ones is taken."""
+LOOK_S = 1.0
+"""Seconds between two looks at how many samples may be under way, where that changes."""
 NUM_SHOWN = 5
 """Tokens of a prompt, or names of weights, in a message."""
 LeasedGroup = tuple[int, int]
@@ -83,10 +85,14 @@ class GroupIntake:
     """Limits whose truncated samples are dropped (`rollout.truncated`)."""
     max_error_share: float = RolloutConfig.max_error_share
     """Share of the last samples that may have bad log-probabilities."""
+    num_admitted: Callable[[], int] | None = None
+    """Function that returns how many samples may be under way now; None: `max_samples`."""
 
     @property
     def max_groups(self) -> int:
-        return max(1, self.max_samples // self.group_size)
+        """Largest number of groups that are held. With `num_admitted` one of them is there to be admitted next."""
+        most = max(1, self.max_samples // self.group_size)
+        return most if self.num_admitted is None else min(most, self.num_admitted() // self.group_size + 1)
 
     def seed_of(self, group_id: int) -> int | None:
         """Seed of a group's first sample."""
@@ -258,7 +264,8 @@ class GroupLoop:
                 if takes_more and asking is None and len(groups) < self._intake.max_groups:
                     asking = asyncio.create_task(self._ask(store))
                 waits = {*groups, *(task for task in (asking, others) if task is not None)}
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                look_s = None if self._intake.num_admitted is None else LOOK_S
+                done, _ = await asyncio.wait(waits, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in groups if task in done]:
                     self._settle(task, groups.pop(task))
                 if others is not None and others in done:

@@ -1,5 +1,5 @@
-"""The KV memory of a scripted engine, and its scheduler: what an engine does whose memory is too small for all that it is
-asked for, in simulated time.
+"""The KV memory of a scripted engine, and its scheduler: what an engine does whose memory is too small for all that it
+is asked for, in simulated time.
 
     request ─▶ waiting, by priority ─▶ its blocks, those of a cached prefix for nothing ─▶ running: 16 tokens a round
                     ▲                                                                          │ no block is free

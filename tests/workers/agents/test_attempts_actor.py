@@ -136,6 +136,7 @@ class Pool(Saying):
     """Engines that always answer."""
 
     num_again = 0
+    members: Mapping[str, object] = {}
 
     def __init__(self) -> None:
         super().__init__(["x"] * 9)

@@ -70,7 +70,7 @@ class FakeLLM:
         sample = SimpleNamespace(
             finish_reason=self.finish_reason, token_ids=[], logprobs=logprobs, weight_versions=[], text=""
         )
-        yield SimpleNamespace(outputs=[sample])
+        yield SimpleNamespace(outputs=[sample], num_cached_tokens=0)
 
     async def abort(self, request_id: Any) -> None:
         await self._do("abort")

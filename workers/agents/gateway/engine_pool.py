@@ -59,6 +59,11 @@ class EnginePool:
         """Names of the engines that serve now."""
         return set(self._members)
 
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """Handles of the engines that serve now, by name."""
+        return self._members
+
     def update(self, members: Mapping[str, Any]) -> None:
         """Set the engines that serve now, by name."""
         for name in self._members.keys() - members.keys():

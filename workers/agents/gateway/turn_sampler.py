@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.conf.errors import AttemptOver, DataError, LimitReached, SamplingError, suggest
+from penstock.workers.agents.admission import num_reread
 from penstock.workers.agents.gateway.conversation import (
     ConversationFormat,
     Key,
@@ -277,6 +278,10 @@ class TurnSampler:
         completion = await self.engines.sample(prompt.ids, sampling, self, *seen)
         read = self._form.read(completion.token_ids, tools, prompt.ids, number)
         read = _with_one_call(read) if one_call and len(read.calls) > 1 else read
+        if parent is not None:
+            num_known = len(parent.prompt_ids) + len(parent.output_ids)
+            self.counts["tokens_reread"] += num_reread(num_known, parent.versions[-1:], completion)
+        self.counts["tokens_sampled"] += len(completion.token_ids)
         self.counts["turns"] += 1
         self.counts["calls"] += len(read.calls)
         self.counts["calls_unreadable"] += bool(read.problem)
