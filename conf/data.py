@@ -208,6 +208,10 @@ class EvaluationConfig:
     """Engines that are lent to an evaluation where max_staleness > 0: they keep the version that is measured, and the
     rest goes on sampling. auto: as few as are done before the next evaluation, by the time that the last one took; at
     least one is left over. Where there is one engine, the next version waits for the evaluation."""
+    num_workers: int = 0
+    """Engines of evaluations' own, besides rollout.num_workers: they load the versions that are measured, and sample
+    nothing else. So training goes on with all of its engines meanwhile, with max_staleness=0 too. 0: evaluations share
+    the run's engines, as their own are idle between two evaluations."""
     num_samples: int = 0
     """Number k of samples of each problem beside the greedy response, by rollout.sampling, for accuracy/heldout_avg@k
     (the share that is right) and accuracy/heldout_pass@k (problems of which one is right at least). They show what a
@@ -238,7 +242,9 @@ class EvaluationConfig:
         one_of("evaluation.overlap", self.overlap, ("drop", "allow"))
         if not auto_or_number("evaluation.share", self.share):
             at_least("evaluation.share", self.share, 1)
-        check_bounds(self, "evaluation", every_steps=0, num_problems=1, num_samples=0, stop_at_accuracy=(0, 1))
+        check_bounds(
+            self, "evaluation", every_steps=0, num_problems=1, num_workers=0, num_samples=0, stop_at_accuracy=(0, 1)
+        )
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "heldout":
                 raise ConfigError(

@@ -216,7 +216,12 @@ class RunConfig:
         """True if training goes on while a version is evaluated: engines keep it that are not needed for the next, and
         a checkpoint does where the run may end with it."""
         can_end = self.evaluation.stop_at_accuracy is None or self.checkpoint.every_steps > 0
-        return self.max_staleness > 0 and takes_newcomers(self) and can_end
+        return (self.max_staleness > 0 or self.evaluation.num_workers > 0) and takes_newcomers(self) and can_end
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that the run starts with, those of evaluations included."""
+        return self.rollout.least_workers + self.evaluation.num_workers
 
     @property
     def saves_evaluated(self) -> bool:
@@ -261,6 +266,7 @@ def validate(config: RunConfig) -> None:
         )
     _check_replay(config)
     _check_keep_best(config)
+    _check_evaluation_engines(config)
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:
         raise ConfigError(
@@ -363,6 +369,25 @@ def _check_finishes(config: RunConfig) -> None:
         raise ConfigError(
             f"{key} weights.transport={config.weights.transport} streams them to all at once. Use "
             "weights.transport=shm, or rollout.on_update=recompute."
+        )
+
+
+def _check_evaluation_engines(config: RunConfig) -> None:
+    """Check that evaluations can have engines of their own, where they are to."""
+    key = f"evaluation.num_workers={config.evaluation.num_workers}"
+    if not config.evaluation.num_workers:
+        return
+    if not config.evaluation.every_steps:
+        raise ConfigError(f"{key}: nothing is evaluated. Set evaluation.every_steps, or evaluation.num_workers=0.")
+    if config.rollout.follows_cluster:
+        raise ConfigError(
+            f"{key}: rollout.num_workers=auto would take their room. Set rollout.num_workers to a number."
+        )
+    if not takes_newcomers(config):
+        raise ConfigError(
+            f"{key}: engines with placement={config.placement} and weights.transport={config.weights.transport} load "
+            "each version with the others. Set evaluation.num_workers=0, or placement=disaggregated with "
+            "weights.transport=shm."
         )
 
 

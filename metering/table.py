@@ -89,7 +89,7 @@ ENVIRONMENT_ATTEMPT = Metric("penstock_environment_attempt_seconds", SUMMARY, "s
 ENVIRONMENT_UNDER_WAY = Metric("penstock_environment_attempts_under_way", GAUGE, "attempts",
     "Attempts under way.", condition=IN_ENVIRONMENTS)
 ENVIRONMENT_LIMIT = Metric("penstock_environment_attempts_limit", GAUGE, "attempts",
-    "Attempts that may be, by the engines' memory.", condition=IN_ENVIRONMENTS)
+    "Attempts that may be under way at once, by the engines' KV memory.", condition=IN_ENVIRONMENTS)
 
 # The driver
 

@@ -130,6 +130,11 @@ def search_of(
     """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
     `MEAN:SIGMA` tokens of a response. `flow`: a dataflow of the user's own. Raises `ConfigError`, `ResourceError`."""
     flow = flow or resolve(config).flow
+    if config.evaluation.num_workers:
+        raise ConfigError(
+            f"evaluation.num_workers={config.evaluation.num_workers}: a plan has no engines of evaluations' own. Leave "
+            "it out, or choose placement and numbers of engines and ranks yourself (plan=never)."
+        )
     if cluster is not None:
         found = parse_cluster(cluster)
     else:

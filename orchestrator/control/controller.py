@@ -171,6 +171,7 @@ class Controller:
         else:
             await self._turns.generation()
         # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
+        await self._evaluations.reserve()
         self.members.serve("rollout")
         if self.flow.has_environment:
             await self._engines.tell()

@@ -1,8 +1,10 @@
-"""Evaluations beside training, where `max_staleness` > 0: the store hears of a version before it is measured.
+"""Evaluations beside training, where `max_staleness` > 0 or they have engines of their own: the store hears of a
+version before it is measured.
 
     step n is due ─▶ a few engines are lent with version n (`loans.py`) ─▶ they measure it, the rest samples on
                                                                       └─▶ they catch up, and lease again
     an engine alone  measures version n beside its samples, and the next version waits for it
+    own engines      are lent throughout (`evaluation.num_workers`): they load version n, and measure it
 
 One evaluation runs at a time; the next waits for it. What it measures is reported as that of its version, in a line of
 its own (`evaluation/step`), after later steps' lines. Where none of its engines is left it is lost, and counted: no
@@ -86,6 +88,9 @@ class Evaluations:
         self._config, self._fleet, self._directory = context.config, context.fleet, context.directory
         self._are_beside = context.config.evaluates_beside and bool(context.flow.of_kind("rollout"))
         self._note = context.progress.note
+        first, end = self._config.rollout.least_workers, self._config.num_engines
+        self._own = [f"Rollout-{index}" for index in range(first, end)] if self._are_beside else []
+        """Names of the engines that sample for evaluations alone."""
         self._evaluator, self._loans, self._report = evaluator, loans, report
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[None] | None = None
@@ -103,6 +108,11 @@ class Evaluations:
                 f"{engines[0][0]} samples and evaluates: the version after one that is evaluated waits until that is "
                 "done. rollout.num_workers=2 lets one sample on meanwhile."
             )
+
+    async def reserve(self) -> None:
+        """Take the engines that are evaluations' own out of their role, also those in the places of lost ones."""
+        if self._own:
+            await self._loans.take(self._own)
 
     def is_beside(self, step: int) -> bool:
         """Return whether evaluations after this step run beside training. After the last one there is nothing to
@@ -123,10 +133,19 @@ class Evaluations:
         """Begin to measure the version of a step, which all engines have. Waits for the evaluation before."""
         until_next_s = _now_s() - self._begun
         await self._ended()
-        self._begun, engines = _now_s(), self._fleet.role("rollout")
+        self._begun = _now_s()
+        if own := await self._updated_own():
+            await self._start(Evaluation(step, own, are_lent=True))
+            return
+        engines = self._fleet.role("rollout")
         number = engines_to_lend(self._config.evaluation.share, len(engines), self._engine_s, until_next_s)
         lent = await self._loans.take([name for name, _ in engines[len(engines) - number :]]) if number else []
         await self._start(Evaluation(step, lent or engines, are_lent=bool(lent)))
+
+    async def _updated_own(self) -> Handles:
+        """Evaluations' own engines that are there, with the newest version."""
+        await self.reserve()
+        return await self._loans.catch_up([one for one in self._fleet.lent() if one[0] in self._own])
 
     async def _start(self, evaluation: Evaluation) -> None:
         assert self._tasks is not None
@@ -148,7 +167,7 @@ class Evaluations:
             else:
                 self._lose(Evaluation(step, [], are_lent=False), WorkerDied("no engine has its version any more."))
         busy = self._now.engines if self._now is not None else []
-        await self._loans.give_back([one for one in lent if one not in busy])
+        await self._give_back([one for one in lent if one not in busy])
 
     def _missing(self, done: int) -> list[int]:
         """Steps up to `done` whose evaluations were to run beside training, and are neither reported nor lost. Those
@@ -200,7 +219,10 @@ class Evaluations:
             self._now = None
             self._report(now.step, found, seconds)
         if now.are_lent:
-            await self._loans.give_back(engines)
+            await self._give_back(engines)
+
+    async def _give_back(self, engines: Handles) -> None:
+        await self._loans.give_back([one for one in engines if one[0] not in self._own])
 
     async def _present(self, now: Evaluation, lent: Handles) -> Handles:
         """Engines of the evaluation that are there, and have its version. Raises `WorkerDied` if there are none."""

@@ -73,6 +73,12 @@ class EngineLoans:
         replaced."""
         await asyncio.gather(*(self._give_back(name, handle) for name, handle in engines))
 
+    async def catch_up(self, engines: Handles) -> Handles:
+        """Have lent engines load the newest version. Returns those that have; one that cannot is ended, and
+        replaced."""
+        loaded = await asyncio.gather(*(self._has_caught_up(name, handle) for name, handle in engines))
+        return [one for one, has_loaded in zip(engines, loaded, strict=True) if has_loaded]
+
     async def update(self, engines: Handles) -> None:
         """Have engines load the newest version one after the other, each once it has done what it holds, while all
         others work on. For a caller that holds `serving`."""
@@ -84,16 +90,19 @@ class EngineLoans:
         self._fleet.remove([name for name, handle in engines if self._is_lent(name, handle)])
 
     async def _give_back(self, name: str, handle: object) -> None:
+        if await self._has_caught_up(name, handle):  # nothing else is awaited after `catch_up`
+            self._fleet.take_back([name])
+
+    async def _has_caught_up(self, name: str, handle: object) -> bool:
         if not self._is_lent(name, handle):
-            return
+            return False
         try:
             await self._catch_up([(name, handle)])
         except PenstockError as error:
             if not is_recoverable(error):
                 raise
             self.end([(name, handle)])
-        if self._is_lent(name, handle):  # nothing is awaited after `catch_up`
-            self._fleet.take_back([name])
+        return self._is_lent(name, handle)
 
     def _is_lent(self, name: str, handle: object) -> bool:
         return (name, handle) in self._fleet.lent()

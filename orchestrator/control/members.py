@@ -25,6 +25,7 @@ from penstock.orchestrator.cluster.ray_calls import Handles, first_line, held_ba
 from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.scaling_requests import (
     MET_AT_START,
+    OWN_OF_EVALUATION,
     ROLES,
     ScalingRequest,
     ScalingResult,
@@ -236,6 +237,8 @@ class Membership:
                 found[role] = f"the dataflow of {self._config.algorithm.name} has no {role} stage."
             elif role == "rollout" and not takes_newcomers(self._config):
                 found[role] = MET_AT_START
+            elif role == "rollout" and self._config.evaluation.num_workers:
+                found[role] = OWN_OF_EVALUATION
         return found
 
     def _watch_nodes(self) -> None:
@@ -293,7 +296,7 @@ class Membership:
 
     def _number_of_start(self, role: str) -> int:
         """Number of members that the run began with, or the smaller one that was asked for."""
-        of_start = self._config.rollout.least_workers if role == "rollout" else self._config.reward.num_workers
+        of_start = self._config.num_engines if role == "rollout" else self._config.reward.num_workers
         return min(of_start, self._wanted.get(role, of_start))
 
     def _follows(self, requests: Sequence[ScalingRequest]) -> bool:

@@ -28,6 +28,11 @@ MET_AT_START = (
     "(weights.transport). Start with another rollout.num_workers."
 )
 """Reason why there can be no more of a role, and no fewer."""
+OWN_OF_EVALUATION = (
+    "some engines are of evaluations alone (evaluation.num_workers). Start without them, or with another "
+    "rollout.num_workers."
+)
+"""Reason why there can be no more engines, and no fewer, where evaluations have some of their own."""
 PATTERN = re.compile(r"(?P<role>[a-z]+)=(?P<sign>[+-]?)(?P<number>\d+)")
 START_KEYS = ("start_timeout_s", "enforce_eager", "compile_timeout_s")
 """Keys by which `RolloutConfig.engine_start_s` follows."""

@@ -46,8 +46,8 @@ class EvaluationPlan:
         if not own.every_steps:
             return None
         num_problems = own.num_problems + sum(one.num_problems for one in own.sets.values())
-        way = BESIDE if config.evaluates_beside else BLOCKING
-        return cls(own.every_steps, num_problems, own.num_samples, way, own.share)
+        way = (OWN if own.num_workers else BESIDE) if config.evaluates_beside else BLOCKING
+        return cls(own.every_steps, num_problems, own.num_samples, way, own.share, own.num_workers)
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,7 @@ class ScriptedFleet(OneMachine):
             "reward": lambda name: Stage(name, "reward", rewards_of, pause),
         }
         """What makes one more of a role."""
-        for index in range(num_engines):
+        for index in range(config.num_engines):
             name = f"Rollout-{index}"
             self._is("rollout", name, lambda name: Rollout(name, config, size, random, pause, num_engines))
         for rank in range(num_ranks):

@@ -167,10 +167,15 @@ class ActorMaker:
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
-            1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._table.plan),
+            1 if actor.joins else self._num_samplers(),
             pulls=not self._flow.has_environment,
             origin=self._origin_of(actor),
         )  # fmt: skip
+
+    def _num_samplers(self) -> int:
+        """Number of engines that share the groups from the start: all but those of evaluations alone."""
+        engines = sum(actor.role == "rollout" and not actor.joins for actor in self._table.plan)
+        return max(1, engines - self._config.evaluation.num_workers)
 
     def _code_of(self, actor: ActorPlan, function: str) -> str:
         """The name of a function, where the actor finds it: `file.py:function` with a local path; another name as it

@@ -61,7 +61,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
         if has_gpus_of_ranks(config):  # Ray gives no actor parts of several GPUs
             gpus, rank_gpus = 0.0, 1.0
-        for index in range(config.rollout.least_workers):
+        for index in range(config.num_engines):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
     if flow.has_environment:
         cpus_each = config.environment.cpus_per_worker

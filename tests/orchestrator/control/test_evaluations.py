@@ -58,8 +58,8 @@ def config_of(tmp_path: Path, *words: str) -> Any:
     )
 
 
-def run(config: Any, evaluator: Measured, seed: int = 0, *, kills: bool = False) -> dict[str, float]:
-    async def main() -> dict[str, float]:
+def run(config: Any, evaluator: Measured, seed: int = 0, *, kills: bool = False) -> ScriptedFleet:
+    async def main() -> ScriptedFleet:
         random = Random(seed)
         fleet = ScriptedFleet(store_of(config, flow_of(config)), config, flow_of(config), random)
         directory = RunDirectory.create(config)
@@ -67,10 +67,10 @@ def run(config: Any, evaluator: Measured, seed: int = 0, *, kills: bool = False)
         await asyncio.wait_for(controller_over(fleet, config, directory, evaluator=evaluator).run(), 1e6)
         if killing is not None:
             killing.cancel()
-        assert kills or not fleet.lent()
+        assert kills or config.evaluation.num_workers or not fleet.lent()
         directory.close()
         check_invariants(fleet.store.ledger)
-        return await fleet.store.stats()
+        return fleet
 
     return run_virtually(main())
 
@@ -119,14 +119,43 @@ def test_without_staleness_the_next_step_comes_after_the_evaluation(tmp_path: Pa
     assert not any(name.startswith("evaluation/") for line in lines for name in line)
 
 
-@pytest.mark.parametrize("num_engines", [1, 4])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_engines_of_evaluations_alone_measure_beside_training(max_staleness: int, tmp_path: Path) -> None:
+    words = [f"max_staleness={max_staleness}", "rollout.num_workers=2", "evaluation.num_workers=2"]
+    fleet = run(config_of(tmp_path, *words), evaluator := Measured(engine_s=20.0))
+    assert accuracies(tmp_path) == {step: step / 100 for step in [0, *DUE, NUM_STEPS]}
+    assert evaluator.asked == [
+        ["Rollout-0", "Rollout-1"], *[["Rollout-2", "Rollout-3"]] * len(DUE), ["Rollout-0", "Rollout-1"]
+    ]  # fmt: skip
+    steps = [line["step"] for line in metrics_of(tmp_path / "run")]
+    for due in DUE:
+        assert due + 1 in steps[: len(steps) - steps[::-1].index(due) - 1]  # training has gone on
+    assert [name for name, _ in fleet.lent()] == ["Rollout-2", "Rollout-3"]
+    assert all(handle.actor.worker.stats()["samples"] == 0 for _, handle in fleet.lent())
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["evaluation.every_steps=0"], "Set evaluation.every_steps"),
+        (["rollout.num_workers=auto"], "Set rollout.num_workers to a number"),
+        (["placement=colocated", "trainer.num_ranks=2"], "placement=disaggregated"),
+    ],
+)
+def test_engines_of_evaluations_alone_are_refused_where_they_cannot_be(words: list[str], advice: str) -> None:
+    base = ["model=tiny", "data.path=x.jsonl", "rollout.engine=hf", "rollout.num_workers=2", "evaluation.every_steps=1"]
+    with pytest.raises(ConfigError, match=rf"^evaluation\.num_workers=1: .*{advice}"):
+        load_config([*base, "evaluation.num_workers=1", *words])
+
+
+@pytest.mark.parametrize(("num_engines", "num_own"), [(1, 0), (4, 0), (2, 2)])
 @pytest.mark.histories
 @pytest.mark.parametrize("seed", range(amount(10)))
 def test_whoever_dies_no_other_version_is_measured_and_each_row_trained_once(
-    num_engines: int, seed: int, tmp_path: Path
+    num_engines: int, num_own: int, seed: int, tmp_path: Path
 ) -> None:
-    config = config_of(tmp_path, f"rollout.num_workers={num_engines}")
-    numbers = run(config, Measured(engine_s=40.0), seed, kills=True)
+    config = config_of(tmp_path, f"rollout.num_workers={num_engines}", f"evaluation.num_workers={num_own}")
+    numbers = run_virtually(run(config, Measured(engine_s=40.0), seed, kills=True).store.stats())
     assert numbers["store/rows_trained"] == NUM_STEPS * GROUPS * SIZE
     assert not any(value for name, value in numbers.items() if name.startswith("dropped/"))
     found = accuracies(tmp_path)

@@ -25,3 +25,26 @@ def test_training_goes_on_while_a_version_is_measured(small_run, num_engines, tm
     assert own == [4, 8]  # lines of their own, as the steps' had been written
     assert max(line.get("staleness/max", 0) for line in lines) <= 2
     assert not {event["kind"] for event in events_of(result.directory)} & {"fault", "reconnected", "evaluation_lost"}
+
+
+@pytest.mark.real
+def test_engines_of_evaluations_alone_measure_the_same_bits_as_a_blocking_one(small_run, tmp_path, cluster):
+    held_out = [word.replace("data.", "evaluation.") for word in small_run if word.startswith("data.path=")]
+    words = [*small_run, "rollout.engine=hf", "rollout.num_threads=1", "trainer.num_threads=1", *held_out]
+    words += [
+        "trainer.max_steps=5",
+        "evaluation.every_steps=2",
+        "evaluation.num_problems=4",
+        "evaluation.num_samples=4",
+    ]
+    words += ["evaluation.overlap=allow", "checkpoint.every_steps=0", f"output_dir={tmp_path}"]
+
+    def measured(name: str, *more: str) -> tuple[dict[int, float], dict[int, str]]:
+        directory = run(load_config([*words, f"name={name}", *more]), quiet=True).directory
+        assert not {event["kind"] for event in events_of(directory)} & {"fault", "reconnected", "evaluation_lost"}
+        lines = metrics_of(directory)
+        accuracies = [{key: value for key, value in line.items() if key.startswith("accuracy/")} for line in lines]
+        scores = {line["step"]: found for line, found in zip(lines, accuracies, strict=True) if found}
+        return scores, {line["step"]: line["hash/weights"] for line in lines if "hash/weights" in line}
+
+    assert measured("own", "evaluation.num_workers=1") == measured("blocking")

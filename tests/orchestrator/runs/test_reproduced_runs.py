@@ -74,6 +74,7 @@ def test_every_step_has_a_hash_of_each_quantity_and_the_run_a_manifest(original)
     assert {"torch", "ray"} < manifest["lock"].keys()
 
 
+@pytest.mark.promise("Is a rerun equal?")
 def test_a_run_is_made_again_with_the_same_bits_also_its_first_steps_alone(original):
     code, told = again(original, "again", steps=2)
     assert code == 0, told

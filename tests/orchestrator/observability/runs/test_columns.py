@@ -64,7 +64,8 @@ def test_steps_that_are_made_again_count_as_they_were_made_last(tmp_path: Path) 
 
 
 def test_a_step_keeps_its_metrics_when_its_evaluation_comes_after_later_steps(tmp_path: Path) -> None:
-    columns = written(tmp_path / "metrics.jsonl", {"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 1, "accuracy": 0.5})
+    lines = {"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 1, "accuracy": 0.5}
+    columns = written(tmp_path / "metrics.jsonl", *lines)
     assert shown(columns, "a") == [1, 2]
     assert shown(columns, "accuracy") == [0.5, None]
 
