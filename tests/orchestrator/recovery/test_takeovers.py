@@ -106,7 +106,7 @@ def test_another_controller_goes_on_at_any_moment_and_every_row_is_trained_once(
 @pytest.mark.parametrize("strikes", [[], ["Rollout-2"]])
 @pytest.mark.histories
 @pytest.mark.parametrize("seed", range(amount(10, many=50)))
-def test_another_controller_asks_lent_engines_again_and_reports_no_other_version(
+def test_another_controller_asks_lent_engines_again_about_their_own_version(
     strikes: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeHandle, "outlives_callers", True)

@@ -25,6 +25,7 @@ OTHERS = {
     "store/data/roots.py: rename": "directories that end with their process",
     "workers/runtime/local_files.py: replace": "files that are written again",
     "workers/node/node_transfers.py: rename": "copies that end with the run",
+    "workers/sandbox/original_tree.py: rename": "trees of workspaces, which the next process unpacks again",
     "workers/weights/publication/publication_files.py: replace": "shared memory",
 }
 """Steps of other modules, and why nobody misses what they write after a power cut."""
