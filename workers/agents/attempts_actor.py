@@ -84,6 +84,8 @@ class Environments(ServingActor):
         self._spec = spec
         self._counts: Counter[str] = Counter()
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
+        self._has_list = False
+        """True once the controller has named the run's engines, also where there was none."""
         admission = AdmissionControl(spec.config.most_attempts, spec.num_peers, limit=1)
         self._gate = AttemptGate(admission, spec.config.timeout_s)
         self._tokens = (0, 0)
@@ -144,6 +146,7 @@ class Environments(ServingActor):
 
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
         """Set the rollout actors that serve now, by names and handles."""
+        self._has_list = True
         self._pool.update(dict(members))
         if self._gate.limit == 1:  # nothing is known of them yet
             await self._report()
@@ -216,7 +219,7 @@ class Environments(ServingActor):
     def _sampler_over(self, engines: Mapping[str, Any]) -> MakeSampler | None:
         """What makes samplers over engines that no attempt of the run may use, as they are an evaluation's and have
         another version. None: they are the run's engines from now on."""
-        if not self._pool.names or self._pool.names & engines.keys():
+        if not self._has_list or self._pool.names & engines.keys():
             self._pool.update(engines)
             return None
         assert self._make_sampler is not None

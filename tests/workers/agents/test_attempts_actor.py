@@ -120,6 +120,10 @@ def test_attempts_of_an_evaluation_have_its_engines_and_no_others_have_them(
         )
         await environments.start()
         try:
+            await environments.engines([])  # all have died
+            await environments.play([("Rollout-2", None)], *task)
+            assert [(set(pool.names), len(pool.samplings)) for pool in pools] == [(set(), 0), ({"Rollout-2"}, 1)]
+            del pools[1:]
             await environments.engines([("Rollout-0", None), ("Rollout-1", None)])
             await environments.play([("Rollout-1", None)], *task)
             assert [(set(pool.names), len(pool.samplings)) for pool in pools] == [({"Rollout-1"}, 1)]
