@@ -136,12 +136,17 @@ class Capacity:
 
     def can_leave(self, actor: ActorPlan) -> bool:
         """Return whether a member need not start again when its node is lost: others that serve elsewhere do the
-        same."""
+        same. Engines of evaluations' own do not sample for training, but those that do can evaluate."""
         node = self._reservation.assignment.node_of[actor.name].id
         here = {other.name for other in self._on(node)}
         others = [other for other in self._table.plan if other.name not in here and self._table.handle_of(other.name)]
-        alike = (actor.role, actor.stage) in {(other.role, other.stage) for other in others}
+        able = [other for other in others if self._is_own(actor) or not self._is_own(other)]
+        alike = (actor.role, actor.stage) in {(other.role, other.stage) for other in able}
         return alike and actor.role in CHANGING
+
+    def _is_own(self, actor: ActorPlan) -> bool:
+        """Return whether a member is an engine that samples for evaluations alone."""
+        return actor.role == "rollout" and self._config.rollout.least_workers <= actor.rank < self._config.num_engines
 
     async def ensure_nodes(self, names: Sequence[str]) -> None:
         """Make certain, before members start again, that the node of each is there, or give it another. Raises

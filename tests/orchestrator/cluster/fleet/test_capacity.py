@@ -41,7 +41,7 @@ def without_node(ray: FakeRay, *words: str) -> tuple[Capacity, Reservation, str]
     lost = made.assignment.node_of[engine]
     ray.nodes.remove(next(one for one in ray.nodes if one.id == lost.id))
     agents = SimpleNamespace(members={one.id: ("Agent", None) for one in (*ray.nodes, node(3))})
-    table = SimpleNamespace(plan=actors, names_made=[])
+    table = SimpleNamespace(plan=actors, names_made=[], handle_of=str)
     maker = SimpleNamespace(bring_files_of=lambda *_: None)
     return Capacity(table, made, agents, maker, {}, config, NAME), made, engine  # type: ignore[arg-type]
 
@@ -87,3 +87,14 @@ def test_without_a_time_to_wait_nothing_is_asked_for(ray: FakeRay) -> None:
     with pytest.raises(WorkerDied, match=r"is lost with its node\. No node"):
         asyncio.run(room.ensure_nodes([engine]))
     assert not [group for group in ray.groups if group.name.startswith(f"{NAME}/")]
+
+
+@pytest.mark.parametrize(("num_samplers", "may_leave"), [(1, [False, True]), (2, [True, True, True])])
+def test_a_sampler_starts_again_where_only_engines_of_evaluations_are_left(
+    ray: FakeRay, num_samplers: int, may_leave: list[bool]
+) -> None:
+    ray.nodes = [node(number, 2) for number in range(1, 5)]
+    words = [f"rollout.num_workers={num_samplers}", "evaluation.num_workers=1", "evaluation.every_steps=1"]
+    room, _, _ = without_node(ray, *words)
+    engines = [actor for actor in room._table.plan if actor.role == "rollout"]
+    assert [room.can_leave(actor) for actor in engines] == may_leave
