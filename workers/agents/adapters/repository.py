@@ -23,7 +23,7 @@ SYSTEM = (
     "You work in a repository. Call bash to look around, to change files and to run programs. When the problem is "
     "solved, answer without a call."
 )
-PATCHED = re.compile(r"^(?:(?:---|\+\+\+) [ab]/|rename (?:from|to) )(.+?)\t?$", re.MULTILINE)
+PATCHED = re.compile(r"^(?:diff --git a/(.+) b/\1|(?:(?:---|\+\+\+) [ab]/|rename (?:from|to) )(.+?)\t?)$", re.MULTILINE)
 PASSED = re.compile(r"^PASSED (.+)$", re.MULTILINE)
 PATCH = "/tmp/tests.patch"
 
@@ -60,8 +60,8 @@ class Repository:
         self._archive, self._command, self._max_rounds = archive, command, max_rounds
         self._options: dict[str, Any] = {"at": at, "show": show, "variables": variables}
         self._run_s, self._test_s = timeouts_s
-        self._tests: dict[str, dict[str, bytes | None]] = {}
-        """Files of test patches, by task."""
+        self._tests: dict[tuple[str, str], dict[str, bytes | None]] = {}
+        """Files of test patches, by archive and patch: rows of two datasets may have the same task id."""
 
     async def run(self, task: Task, ctx: Context) -> None:
         archive, required = self._archive_of(task), required_tests(task)
@@ -69,11 +69,12 @@ class Repository:
             problem = _column(task, "problem_statement")
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
             await answered(ctx, messages, [bash_of(ws.shell(), self._run_s)], self._max_rounds)
-            if task.id not in self._tests:
+            key = archive, _column(task, "test_patch")
+            if key not in self._tests:
                 async with ctx.workspace(archive, **self._options) as clean:
-                    self._tests[task.id] = await patched(clean, task)
+                    self._tests[key] = await patched(clean, task)
             files = shlex.join(dict.fromkeys(test.partition("::")[0] for test in required))
-            checking = ws.check(self._command.format(files=files), self._tests[task.id], self._test_s)
+            checking = ws.check(self._command.format(files=files), self._tests[key], self._test_s)
             outcome = await ctx.scored(checking)
         ctx.reward(float(required <= set(PASSED.findall(outcome.stdout))))
 
@@ -129,10 +130,15 @@ async def patched(clean: Workspace, task: Task) -> dict[str, bytes | None]:
             "repository at base_commit, without a directory around it?"
         )
     files: dict[str, bytes | None] = {}
-    for path in dict.fromkeys(PATCHED.findall(patch)):
+    for path in paths_of(patch):
         is_there = (await clean.run(f"test -f {shlex.quote(path)}")).is_success
         files[path] = await clean.read(path) if is_there else None
     return files
+
+
+def paths_of(patch: str) -> list[str]:
+    """Files that a patch names, in its order; empty and binary ones are named in the line of `diff --git` alone."""
+    return list(dict.fromkeys(found[1] or found[2] for found in PATCHED.finditer(patch)))
 
 
 def _column(task: Task, name: str) -> Any:

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.conf.errors import ConfigError, DataError
-from penstock.workers.agents.adapters.repository import PATCHED, Repository, required_tests
+from penstock.workers.agents.adapters.repository import Repository, paths_of, required_tests
 from penstock.workers.agents.environment import Task
 from penstock.workers.agents.trajectory import COMPLETED, FAILED
 from penstock.workers.protocols import Sampling
@@ -58,6 +59,12 @@ def archive(directory: Path) -> None:
 
 
 def played(directory: Path, *answers: str, **changes: Any) -> Any:
+    attempts, read = played_all(directory, answers, task(**changes))
+    return attempts[0], read
+
+
+def played_all(directory: Path, answers: Sequence[str], *tasks: Task) -> Any:
+    """Attempts at the tasks, one after the other, and what the policy has read last."""
     left = iter(answers)
     packages = Path(pytest.__file__).parents[1]
     names = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
@@ -70,9 +77,9 @@ def played(directory: Path, *answers: str, **changes: Any) -> Any:
     async def main() -> Any:
         engines = ScriptedEngines(lambda prompt, sampling: next(left))
         runner = make_runner(environment, engines, max_model_len=4000)
-        attempt = await runner.attempt(task(**changes), Sampling(max_tokens=200, seed=5))
+        attempts = [await runner.attempt(one, Sampling(max_tokens=200, seed=5)) for one in tasks]
         await runner.close()
-        return attempt, engines.asked[-1][0]
+        return attempts, engines.asked[-1][0]
 
     return asyncio.run(main())
 
@@ -99,6 +106,18 @@ def test_a_policy_is_rewarded_for_tests_that_it_has_not_seen(
 
 
 @pytest.mark.real
+def test_rows_of_two_datasets_with_the_same_id_have_their_own_tests(tmp_path: Path) -> None:
+    archive(tmp_path)
+    other = {
+        "test_patch": PATCH.replace("def test_add", "def test_sum"),
+        "FAIL_TO_PASS": ["tests/test_sums.py::test_sum"],
+    }
+    repaired = ("[bash(command=\"sed -i 's/a - b/a + b/' sums.py\")]", "done")
+    attempts, _ = played_all(tmp_path, repaired * 2, task(), task(**other))
+    assert [attempt.reward for attempt in attempts] == [1.0, 1.0]
+
+
+@pytest.mark.real
 def test_a_patch_that_does_not_fit_the_archive_is_named(tmp_path: Path) -> None:
     archive(tmp_path)
     attempt, _ = played(tmp_path, "done", test_patch=PATCH.replace("double(3)", "triple(3)"))
@@ -122,4 +141,7 @@ def test_what_is_missing_or_wrong_is_named() -> None:
 
 def test_files_of_a_patch_are_those_that_it_names() -> None:
     moved = "diff --git a/x b/y\nrename from x\nrename to y\n"
-    assert list(dict.fromkeys(PATCHED.findall(PATCH + moved))) == ["tests/test_sums.py", "tests/old.py", "x", "y"]
+    assert paths_of(PATCH + moved) == ["tests/test_sums.py", "tests/old.py", "x", "y"]
+    empty = "diff --git a/tests/__init__.py b/tests/__init__.py\nnew file mode 100644\nindex 0000000..e69de29\n"
+    binary = "diff --git a/a b/p b/a b/p\nindex 1..2 100644\nGIT binary patch\n"
+    assert paths_of(empty + binary) == ["tests/__init__.py", "a b/p"]
