@@ -98,9 +98,10 @@ class EnvironmentConfig:
     """Environment actors, each with its share of the attempts and an endpoint of its own."""
     cpus_per_worker: float = 0.0
     """Logical CPUs that each reserves. 0: none, as most of an environment is waiting for tokens."""
-    max_attempts: int | str = "auto"
-    """Most attempts that one actor has under way, those of evaluation included. auto: 1024. Fewer are while the KV
-    memory of vLLM's engines has no room."""
+    max_attempts: int | str = MOST_ATTEMPTS
+    """Most attempts that one actor has under way, those of evaluation included. 1024: more than engines decode
+    together. auto: at most so many, and fewer while the KV memory of vLLM's engines has no room. It was tried on
+    simulated engines only, so it is not the default."""
     max_turns: int = 32
     """Turns after which an attempt is truncated."""
     max_tokens: int = 8192
@@ -140,6 +141,11 @@ class EnvironmentConfig:
             num_workers=1, max_turns=1, max_tokens=1, tool_threads=1, max_tool_characters=1,
             cpus_per_worker=0, retries=0, timeout_s=POSITIVE, tool_timeout_s=POSITIVE, max_error_share=(0, 1),
         )  # fmt: skip
+
+    @property
+    def follows_memory(self) -> bool:
+        """True if fewer attempts are under way while engines have no room for more."""
+        return isinstance(self.max_attempts, str)
 
     @property
     def most_attempts(self) -> int:

@@ -127,6 +127,8 @@ class AdmissionControl:
     def report(self, loads: Mapping[str, KvLoad | None], ages: Sequence[float], reread: float = 0.0) -> int:
         """Set the limit by reports of the engines that serve now. `ages`: seconds that attempts are under way.
         `reread`: tokens read again for each token sampled."""
+        if not loads:  # the engines are being replaced, and windows of theirs serve the next ones
+            return self.limit
         known = {name: load for name, load in loads.items() if load is not None}
         is_binding, life_s = len(ages) >= self.limit, self._lifetimes.mean_s(ages)
         kept = {name: window for name, window in self._windows.items() if name in known}
@@ -139,10 +141,11 @@ class AdmissionControl:
                 sizes = [window.size for window in self._windows.values()]
                 size = sum(sizes) / len(sizes) if sizes else max(1.0, load.num_fitting / self._num_actors)
                 kept[name] = Window(size, load.num_preempted, load.usage, multiplies=not sizes)
+        for window in kept.values():
+            window.size = min(window.size, float(self.most))
         self._windows = kept
-        if loads:
-            total = sum(window.size for window in kept.values())
-            self.limit = max(1, min(self.most, int(total))) if len(known) == len(loads) else self.most
+        total = sum(window.size for window in kept.values())
+        self.limit = max(1, min(self.most, int(total))) if len(known) == len(loads) else self.most
         return self.limit
 
 
@@ -165,6 +168,11 @@ class AttemptGate:
         """When the attempts under way have begun."""
         self._waiting: list[_Place] = []
         self._num_places = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of attempts that wait for a place."""
+        return len(self._waiting)
 
     @property
     def num_under_way(self) -> int:

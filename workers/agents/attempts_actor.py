@@ -86,7 +86,8 @@ class Environments(ServingActor):
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
         self._has_list = False
         """True once the controller has named the run's engines, also where there was none."""
-        admission = AdmissionControl(spec.config.most_attempts, spec.num_peers, limit=1)
+        first = 1 if spec.config.follows_memory else None
+        admission = AdmissionControl(spec.config.most_attempts, spec.num_peers, limit=first)
         self._gate = AttemptGate(admission, spec.config.timeout_s)
         self._tokens = (0, 0)
         """Tokens sampled, and read again, at the last report."""
@@ -137,7 +138,7 @@ class Environments(ServingActor):
         intake = GroupIntake(
             spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
             spec.group_size, config.most_attempts, spec.num_peers, spec.rollout.truncated_to("drop"),
-            num_admitted=lambda: self._gate.limit,
+            num_waiting=(lambda: self._gate.num_waiting) if config.follows_memory else None,
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
         self._worker = EnvironmentWorker(self.runner, intake, errors, spec.columns)
@@ -214,7 +215,8 @@ class Environments(ServingActor):
             self._num_preempted[name] = load.num_preempted if load is not None else 0
         before, self._tokens = self._tokens, (self._counts["tokens_sampled"], self._counts["tokens_reread"])
         num_sampled, num_reread = (now - then for now, then in zip(self._tokens, before, strict=True))
-        self._gate.report(loads, num_reread / max(1, num_sampled))
+        if self._spec.config.follows_memory:
+            self._gate.report(loads, num_reread / max(1, num_sampled))
 
     def _sampler_over(self, engines: Mapping[str, Any]) -> MakeSampler | None:
         """What makes samplers over engines that no attempt of the run may use, as they are an evaluation's and have

@@ -47,7 +47,7 @@ PAUSED, READ_AGAIN = "rollout/paused_s", "rollout/prefilled_again"
 ERROR_WINDOW = 100
 """Number of samples over which the share of bad ones is taken."""
 LOOK_S = 1.0
-"""Seconds between two looks at how many samples may be under way, where that changes."""
+"""Seconds between two looks at how many samples wait to be admitted."""
 NUM_SHOWN = 5
 """Tokens of a prompt, or names of weights, in a message."""
 LeasedGroup = tuple[int, int]
@@ -85,14 +85,16 @@ class GroupIntake:
     """Limits whose truncated samples are dropped (`rollout.truncated`)."""
     max_error_share: float = RolloutConfig.max_error_share
     """Share of the last samples that may have bad log-probabilities."""
-    num_admitted: Callable[[], int] | None = None
-    """Function that returns how many samples may be under way now; None: `max_samples`."""
+    num_waiting: Callable[[], int] | None = None
+    """Function that returns how many samples of the groups held wait to be admitted; None: none ever does."""
 
-    @property
-    def max_groups(self) -> int:
-        """Largest number of groups that are held. With `num_admitted` one of them is there to be admitted next."""
+    def max_groups(self, num_held: int) -> int:
+        """Largest number of groups that are held. Where samples wait to be admitted, one more than `num_held`, the
+        number now, as long as less than a group waits."""
         most = max(1, self.max_samples // self.group_size)
-        return most if self.num_admitted is None else min(most, self.num_admitted() // self.group_size + 1)
+        if self.num_waiting is None:
+            return most
+        return min(most, num_held + (self.num_waiting() < self.group_size))
 
     def seed_of(self, group_id: int) -> int | None:
         """Seed of a group's first sample."""
@@ -261,10 +263,10 @@ class GroupLoop:
         try:
             takes_more = True
             while takes_more or groups:
-                if takes_more and asking is None and len(groups) < self._intake.max_groups:
-                    asking = asyncio.create_task(self._ask(store))
+                if takes_more and asking is None and len(groups) < self._intake.max_groups(len(groups)):
+                    asking = asyncio.create_task(self._ask(store, len(groups)))
                 waits = {*groups, *(task for task in (asking, others) if task is not None)}
-                look_s = None if self._intake.num_admitted is None else LOOK_S
+                look_s = None if self._intake.num_waiting is None else LOOK_S
                 done, _ = await asyncio.wait(waits, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in groups if task in done]:
                     self._settle(task, groups.pop(task))
@@ -282,9 +284,9 @@ class GroupLoop:
         finally:
             await cancel_all({*groups, *(task for task in (asking, others) if task is not None)})
 
-    async def _ask(self, store: StoreClient) -> Lease | None:
+    async def _ask(self, store: StoreClient, num_held: int) -> Lease | None:
         """Lease groups up to the worker's limit and its share."""
-        name, most = self._intake.name, self._intake.max_groups
+        name, most = self._intake.name, self._intake.max_groups(num_held)
         return await store.lease(self._stage, most, name, max_held=most, num_peers=self._intake.num_workers)
 
     async def _other_answers(self, store: StoreClient) -> "asyncio.Task[list[LeasedGroup] | None] | None":

@@ -13,6 +13,7 @@ from penstock.workers.agents.admission import CUT, FULL, AdmissionControl, Attem
 from penstock.workers.agents.gateway.engine_pool import EnginePool
 from penstock.workers.protocols import Completion, KvLoad, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
+from penstock.workers.rollout.rollout_worker import GroupIntake
 from penstock.workers.rollout.scripted_memory import MemoryModel
 from tests.virtual_time import run_virtually
 
@@ -54,6 +55,35 @@ def test_a_full_engine_of_three_costs_only_its_own_window() -> None:
     before = control.report(engines, [])
     calm = {name: load(usage=FULL) for name in "ab"}
     assert control.report({**calm, "c": load(usage=FULL, num_preempted=1)}, [10.0] * before) == 200 + int(100 * CUT)
+
+
+def test_a_window_grows_no_further_than_the_upper_bound() -> None:
+    control = AdmissionControl(64, limit=1)
+    for _ in range(10_000):
+        control.report({"a": load(usage=0.2)}, [2.5] * control.limit)
+    for number in range(1, 6):
+        control.ended(2.5)
+        control.report({"a": load(usage=1.0, num_preempted=number)}, [2.5] * control.limit)
+    assert control.limit < 64
+
+
+def test_an_engine_that_misses_a_report_keeps_its_window() -> None:
+    control = AdmissionControl(1024, limit=1)
+    for _ in range(8):
+        control.ended(1.0)
+        control.report({"a": load(usage=0.1)}, [0.5] * control.limit)
+    before = control.limit
+    assert before > 100
+    assert control.report({}, [0.5] * before) == before
+    assert control.report({"a": load(usage=0.1)}, [0.5] * before) >= before
+
+
+def test_groups_are_leased_while_less_than_one_waits() -> None:
+    waiting = 0
+    intake = GroupIntake("Environment-0", Sampling(), 0, group_size=8, max_samples=32, num_waiting=lambda: waiting)
+    assert [intake.max_groups(num_held) for num_held in (0, 1, 4)] == [1, 2, 4]
+    waiting = 8
+    assert [intake.max_groups(num_held) for num_held in (0, 1, 4)] == [0, 1, 4]
 
 
 def test_engines_that_report_no_memory_have_no_limit() -> None:
