@@ -27,6 +27,12 @@ _NAME = re.compile(
 )
 """Dotted names of secrets. Of headers and environment variables each may be one."""
 _INSIDE = re.compile(r"(?i)(key|token|secret|passw|passphrase|authorization|credential|cookie|headers|env)\w*\W?\s*:")
+_SETTING = re.compile(
+    r"""^(?P<before>[-+\s]*["']?(?:[\w-]+\.)*(?P<name>[\w-]+)["']?\s*[:=]\s*["']?)(?P<value>[^\s"'(){}\[\],]{4,})"""
+    r"""(?P<after>["']?,?\s*(?:\#.*)?)$""",
+    re.MULTILINE,
+)
+"""A line that sets a name to a text without spaces."""
 _USER = re.compile(r"(://[^/\s:@\"'<>\\]*:)[^/\s@\"'<>\\]+(?=@)")
 _QUERY = re.compile(r"(?i)([?&][\w.-]*(?:key|token|secret|signature|sig|passw|credential)[\w.-]*=)[^&#\s\"'<>\\]+")
 
@@ -96,6 +102,17 @@ def hide_url(text: str) -> str:
 def hide_in(text: str) -> str:
     """The text without passwords and keys of URLs in it."""
     return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}", text))
+
+
+def hide_lines(text: str) -> str:
+    """The text, such as YAML, Python or a patch of either, without the values of lines that set a secret by its name,
+    and without passwords and keys of URLs."""
+
+    def shown(found: re.Match[str]) -> str:
+        is_place = found["value"].startswith(("env:", "file:"))
+        return found[0] if is_place or not _NAME.search(found["name"]) else f"{found['before']}{HIDDEN}{found['after']}"
+
+    return hide_in(_SETTING.sub(shown, text))
 
 
 def hide_word(word: str) -> str:

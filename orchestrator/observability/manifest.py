@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
-from penstock.conf.secret import hide_in
+from penstock.conf.secret import hide_lines
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import get_from_all
 from penstock.orchestrator.observability.differences import differing
@@ -34,6 +34,8 @@ from penstock.workers.models.model_files import CONFIG, model_files
 from penstock.workers.user_code import file_of
 
 FILE, PATCH = "manifest.json", "code.patch"
+DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color")
+"""Words of git for a patch that can be applied, whatever the user's settings."""
 CHANGED = "manifest_changed"
 """Kind of the event of a run that is resumed under other conditions, with `differing`."""
 MOST_HASHED = 2**30
@@ -114,7 +116,7 @@ class ManifestWriter:
                 directory.event(CHANGED, differing=found)
             return
         if patches:
-            directory.write_text(PATCH, str(hide_in(patches)))
+            directory.write_text(PATCH, hide_lines(patches))
         directory.write_text(FILE, json.dumps(made, indent=1, ensure_ascii=False) + "\n")
 
     def _models(self) -> dict[str, str]:
@@ -173,7 +175,7 @@ def code_of(places: Iterable[Path], git: Any) -> tuple[dict[str, Any], str]:
         if (top := git(place, "rev-parse", "--show-toplevel")) is None or top.strip() in found:
             continue
         root, commit = Path(top.strip()), git(place, "rev-parse", "HEAD")
-        patch = (git(root, "diff", "HEAD") or "") if commit else ""
+        patch = (git(root, *DIFF, "HEAD") or "") if commit else ""
         found[top.strip()] = {"commit": (commit or "").strip(), "diff": _hash(patch.encode()) if patch else ""}
         patches += patch if len(patch) <= MOST_PATCH else ""
     return found, patches

@@ -16,7 +16,7 @@ from penstock.conf.data import DataConfig, EvaluationConfig, EvaluationSetConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.reward import WeightedRewardConfig
 from penstock.conf.run import RunConfig, WarmStartConfig
-from penstock.conf.secret import FREE, Secret, hide, hide_in, hide_word, reveal
+from penstock.conf.secret import FREE, Secret, hide, hide_in, hide_lines, hide_word, reveal
 from penstock.conf.serve import ServeConfig, TenantConfig, hash_of
 from penstock.conf.tracking import MlflowConfig, TrackingConfig
 from penstock.orchestrator.configuration.compose import load_config
@@ -186,6 +186,17 @@ def test_lines_with_addresses_stay_what_they_are() -> None:
     assert hide_in(line) == line
     quoted = json.dumps({"said": f'GET "http://me:{VALUE}@host/?token={VALUE}" failed'})
     assert json.loads(hide_in(quoted)) == {"said": 'GET "http://me:***@host/?token=***" failed'}
+
+
+def test_lines_that_set_a_secret_are_shown_without_it() -> None:
+    text = "\n".join([
+        f"+    api_key: {VALUE}", f'-wandb.api_key = "{VALUE}"  # mine', f"     token: '{VALUE}',",
+        "+  api_key: env:KEY", "+key = sorted(names)", "+  max_tokens: 1024", f"+url: http://me:{VALUE}@host",
+    ])  # fmt: skip
+    assert hide_lines(text).split("\n") == [
+        "+    api_key: ***", '-wandb.api_key = "***"  # mine', "     token: '***',",
+        "+  api_key: env:KEY", "+key = sorted(names)", "+  max_tokens: 1024", "+url: http://me:***@host",
+    ]  # fmt: skip
 
 
 def test_equal_keys_of_tenants_are_found_though_they_are_hidden() -> None:

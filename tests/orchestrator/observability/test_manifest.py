@@ -12,6 +12,7 @@ import pytest
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.observability import manifest
 from penstock.orchestrator.observability.manifest import (
+    DIFF,
     ManifestWriter,
     code_of,
     files_named_in,
@@ -31,9 +32,12 @@ def git_of(tmp_path: Path, diff: str):
     def git(place: Path, *words: str) -> str | None:
         if not place.is_relative_to(tmp_path):
             return None
-        return {"rev-parse --show-toplevel": f"{tmp_path}\n", "rev-parse HEAD": "abc\n", "diff HEAD": diff}[
-            " ".join(words)
-        ]
+        said = {
+            "rev-parse --show-toplevel": f"{tmp_path}\n",
+            "rev-parse HEAD": "abc\n",
+            " ".join((*DIFF, "HEAD")): diff,
+        }
+        return said[" ".join(words)]
 
     return git
 
