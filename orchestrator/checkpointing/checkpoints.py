@@ -389,6 +389,8 @@ class CheckpointWriter:
         self._scores: dict[int, Mapping[str, Any]] = {}
         """What was measured of steps whose checkpoints do not have it yet."""
         self._scoring: set[asyncio.Task[None]] = set()
+        self._lacking: set[int] = set()
+        """Steps whose checkpoints could not be written."""
         self._pruning = asyncio.Lock()
         self.failed = 0
         """Number of checkpoints that could not be written."""
@@ -409,6 +411,16 @@ class CheckpointWriter:
     def await_score(self, step: int) -> None:
         """Keep the checkpoint of this step until `scored`: it is being evaluated, or will be."""
         self._awaited.add(step)
+
+    def has_failed(self, step: int) -> bool:
+        """Return whether the checkpoint after this step could not be written."""
+        return step in self._lacking
+
+    async def has(self, step: int) -> bool:
+        """Return whether the checkpoint after this step is complete."""
+        with contextlib.suppress(CheckpointError):
+            return step in await self._checkpoints.apart(self._checkpoints.steps)
+        return False
 
     async def lacks_score(self, step: int) -> bool:
         """Return whether the run continues from its checkpoint of this step, and ended while that was evaluated, where
@@ -482,6 +494,7 @@ class CheckpointWriter:
             self._writing = asyncio.create_task(self._not_begun(step, why_not))
             return time.monotonic() - started
         self._newest = step
+        self._lacking.discard(step)
         if self._config.evaluates(step):
             self.await_score(step)
         try:
@@ -579,6 +592,7 @@ class CheckpointWriter:
     def _failed(self, step: int, failure: PenstockError) -> PenstockError:
         """Count a failure and tell of it."""
         self.failed += 1
+        self._lacking.add(step)
         self._directory.event("checkpoint_failed", step=step, error=type(failure).__name__, message=str(failure))
         self._progress.note(f"a checkpoint could not be written, the one before stays: {failure}")
         return failure

@@ -341,7 +341,13 @@ class Controller:
             return
         self.outcome.accuracies.append(evaluated[HELDOUT])
         self._emit_evaluation(step, evaluated, seconds)
-        self._stop_if_reached(step, evaluated)
+        if not self._saving.has_failed(step):
+            self._stop_if_reached(step, evaluated)
+        elif self._has_reached(evaluated):
+            self.progress.note(
+                f"evaluation.stop_at_accuracy is reached after step {step}, whose checkpoint could not be written: "
+                "training goes on"
+            )
         if step == self._reached:
             self._saving.await_score(step)  # its checkpoint is the result
 
@@ -411,8 +417,12 @@ class Controller:
 
     async def _export(self) -> None:
         self.progress.phase("writing the model")
-        if self._reached is None or self._reached == self.outcome.num_steps:
+        reached, done = self._reached, self.outcome.num_steps
+        if reached is not None and reached != done and await self._saving.has(reached):
+            # steps were trained while it was measured
+            await asyncio.to_thread(replace_model, self._saving.directory(reached), self.directory.model)
+        else:
+            if reached not in (None, done):
+                self.progress.note(f"step {reached} has no complete checkpoint: the model after step {done} is written")
             await export_model(self.fleet, str(self.directory.model))
-        else:  # steps were trained while it was measured
-            await asyncio.to_thread(replace_model, self._saving.directory(self._reached), self.directory.model)
         self.directory.event("model_exported", path=str(self.directory.model))

@@ -118,7 +118,7 @@ class Play:
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config, owner=Owner(),
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
-            handle_of=files.handle_of, is_lent=files.is_lent, num_loans=files.num_loans,
+            handle_of=files.handle_of, is_lent=files.is_lent, num_loans=files.num_loans, lent=list,
             roll_call=files.roll_call,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
             capacity=SimpleNamespace(nodes=[]), plan=[], machines=[], trials={},
@@ -177,6 +177,40 @@ def test_a_run_that_trained_on_exports_the_checkpoint_that_reached_the_goal(
     assert "export" not in [call.method for call in play.calls]
     (event,) = [event for event in play.directory.read_events() if event["kind"] == "stopped_early"]
     assert (event["step"], event["accuracy"]) == (6, 0.95)
+
+
+@pytest.mark.parametrize(("is_late", "reached"), [(False, 9), (True, 6)])
+def test_a_goal_whose_checkpoint_cannot_be_written_fails_no_run(
+    tmp_path: Path, is_late: bool, reached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on to the next evaluation; where the goal was counted before that, the last model is written."""
+    exported, places = list[str](), list[str]()
+    monkeypatch.setattr(controller_module, "replace_model", lambda place, directory: exported.append(place))
+
+    def events(kind: str) -> list[int]:
+        return [event["step"] for event in play.directory.read_events() if event["kind"] == kind]
+
+    def begin(place: str, epoch: int) -> bool:
+        places.append(place)
+        if "global_step_6" in place and not is_late:
+            raise CheckpointError("No space left on device")
+        return True
+
+    async def finish() -> list[Any]:
+        while "global_step_6" in places[-1]:
+            await asyncio.sleep(0)
+            if events("stopped_early"):
+                raise CheckpointError("No space left on device")
+        return []
+
+    words = ["max_staleness=2", "evaluation.every_steps=3", "evaluation.stop_at_accuracy=0.9", "checkpoint.keep_last=1"]
+    saving = {"begin_saving": begin, "finish_saving": finish}
+    play = Play(tmp_path, *words, "checkpoint.every_steps=50", "trainer.max_steps=20", trainer=saving)
+    outcome = play.run(lambda version: 0.95 if version >= 6 else 0.1)
+    assert (events("checkpoint_failed"), events("stopped_early")) == ([6], [reached])
+    assert reached < outcome.num_steps < 20
+    assert exported == ([] if is_late else [str(play.directory.checkpoints / "global_step_9")])
+    assert [call.method for call in play.calls].count("export") == is_late
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
