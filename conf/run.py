@@ -389,6 +389,11 @@ def _check_evaluation_engines(config: RunConfig) -> None:
             "each version with the others. Set evaluation.num_workers=0, or placement=disaggregated with "
             "weights.transport=shm."
         )
+    if not config.evaluates_beside:
+        raise ConfigError(
+            f"{key}: with evaluation.stop_at_accuracy and checkpoint.every_steps=0 no step is taken while a version is "
+            "measured. Set checkpoint.every_steps, or evaluation.num_workers=0."
+        )
 
 
 def _check_gpus(config: RunConfig) -> None:

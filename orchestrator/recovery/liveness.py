@@ -246,6 +246,8 @@ class Watch:
         if process is not None:
             await self._do(name, watched, "kill", process)
         self._fleet.owner.end(watched.handle)
+        if self._fleet.is_lent(name) and self._fleet.handle_of(name) is watched.handle:
+            self._fleet.remove([name])  # nobody else may call it, and hear that it is gone
 
     async def _do(self, name: str, watched: _WatchedMember, method: str, *arguments: Any) -> str:
         """The answer of the agent of the member's node; or why there is none. An agent has no agent: Ray ends it."""

@@ -139,6 +139,7 @@ def test_engines_of_evaluations_alone_measure_beside_training(max_staleness: int
     [
         (["evaluation.every_steps=0"], "Set evaluation.every_steps"),
         (["rollout.num_workers=auto"], "Set rollout.num_workers to a number"),
+        (["evaluation.stop_at_accuracy=0.9", "checkpoint.every_steps=0"], "Set checkpoint.every_steps"),
         (["placement=colocated", "trainer.num_ranks=2"], "placement=disaggregated"),
     ],
 )

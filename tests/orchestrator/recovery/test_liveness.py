@@ -207,11 +207,10 @@ def test_it_does_not_matter_when_time_began(start: int, history: list[tuple[int,
 
 def test_members_that_hang_together_are_ended_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent of a machine that is nearly lost may take a minute for each."""
-
     monkeypatch.setattr(liveness, "time", Some(monotonic=lambda: asyncio.get_running_loop().time()))
 
     async def main() -> dict[str, str]:
-        together, found, ended = asyncio.Event(), dict[str, str](), list[Any]()
+        together, found, ended, removed = asyncio.Event(), dict[str, str](), list[Any](), list[str]()
 
         async def stacks(process: ProcessId, name: str) -> str:
             found[name] = "it hangs"
@@ -224,17 +223,20 @@ def test_members_that_hang_together_are_ended_side_by_side(monkeypatch: pytest.M
             ("rollout", name, FakeHandle(process=ProcessId.own(), progress=lambda: never()))
             for name in ("Rollout-0", "Rollout-1")
         ]
+        named = [(name, handle) for _, name, handle in members]
         agent = FakeHandle(process=None, progress=None, dump_stacks=stacks)
         agent.kill = FakeHandle(killed="").killed  # type: ignore[method-assign]
         fleet = Some(
             watched=[("agent", "Agent", agent), *members], stacks_root="", agent_of=lambda name: ("Agent", agent),
             roll_call=OneMachine(lambda role: []).roll_call, owner=Some(end=ended.append),
+            is_lent=lambda name: name == "Rollout-1", handle_of=dict(named).get, remove=removed.extend,
         )  # fmt: skip
         directory = Mock()
         watching = asyncio.ensure_future(Watch(fleet, CONFIG, directory).run())  # type: ignore[arg-type]
         await asyncio.wait([watching], timeout=100)
         watching.cancel()
         assert set(ended) == {handle for _, _, handle in members}
+        assert set(removed) == {"Rollout-1"}, "the engine that is lent is replaced, though nobody may call it"
         return dict(call.args for call in directory.write_stacks.call_args_list)
 
     assert run_virtually(main()) == {"Rollout-0": "it hangs", "Rollout-1": "it hangs"}
