@@ -185,9 +185,9 @@ class Controller:
         finishing: asyncio.Task[None] | None = None
         unwritten = dict(self._taken.unwritten) if self._taken is not None else {}
         first = self._before if self._before in unwritten else self._before + 1
-        self._stop = self._has_reached(self._taken.metrics) if self._taken is not None else False
+        await self._recall_goal()
         for step in range(first, self.config.trainer.max_steps + 1):
-            if self._stop or self._preemption.is_due:
+            if (self._stop and step not in unwritten) or self._preemption.is_due:
                 break
             if step in unwritten:
                 committed = tasks.create_task(known_result(unwritten[step]))
@@ -384,6 +384,17 @@ class Controller:
             f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g} after step {step}: "
             "ending here"
         )
+
+    async def _recall_goal(self) -> None:
+        """End the run if a command before has reached the goal. What was measured beside training counts where its
+        checkpoint is there."""
+        self._stop = self._stop or (self._taken is not None and self._has_reached(self._taken.metrics))
+        for line in self.directory.read_metrics() if self._before and self._evaluations.is_beside(0) else []:
+            step = int(line["step"])
+            is_goal = OF_STEP in line and 0 < step <= self._before and self._has_reached(line)
+            if is_goal and self._reached is None and await self._saving.has(step):
+                self._stop, self._reached = True, step
+                self._saving.await_score(step)  # its checkpoint is the result
 
     def _has_reached(self, evaluated: Mapping[str, Any]) -> bool:
         """Return whether the goal is reached, by what was measured after a step."""

@@ -85,6 +85,8 @@ class Play:
         self.calls: list[Call] = []
         self.accuracies: list[tuple[int, float]] = []
         """Version and what was measured."""
+        self.resumed: Any = None
+        """The checkpoint that it starts from."""
         self.directory = RunDirectory.create(self.config)
 
     def run(self, accuracy: Callable[[int], float] | None = None) -> TrainingResult:
@@ -115,7 +117,7 @@ class Play:
         files = OneMachine(role_of)
         fleet: Any = SimpleNamespace(
             role=role_of,
-            store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
+            store=None, resumed=self.resumed, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config, owner=Owner(),
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
             handle_of=files.handle_of, is_lent=files.is_lent, num_loans=files.num_loans, lent=list,
@@ -211,6 +213,26 @@ def test_a_goal_whose_checkpoint_cannot_be_written_fails_no_run(
     assert reached < outcome.num_steps < 20
     assert exported == ([] if is_late else [str(play.directory.checkpoints / "global_step_9")])
     assert [call.method for call in play.calls].count("export") == is_late
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_run_that_continues_knows_that_it_has_reached_its_goal(
+    tmp_path: Path, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A goal whose checkpoint could not be written did not end the run before, either."""
+    exported = list[str]()
+    monkeypatch.setattr(controller_module, "replace_model", lambda place, directory: exported.append(place))
+    words = ["max_staleness=2", "evaluation.every_steps=3", "evaluation.stop_at_accuracy=0.9", "checkpoint.keep_last=1"]
+    play = Play(tmp_path, *words, "checkpoint.every_steps=50", "trainer.max_steps=10")
+    play.directory.log_metrics({"step": 6, "evaluation/step": 6, "accuracy/heldout": 0.95})
+    place = play.directory.checkpoints / "global_step_6"
+    if is_saved:
+        place.mkdir(parents=True)
+        (place / "COMPLETE").write_text("6")
+    play.resumed = SimpleNamespace(step=8, directory="elsewhere", store=None)
+    outcome = play.run(lambda version: 0.1)
+    assert (outcome.num_steps, play.steps()) == ((8, []) if is_saved else (10, [9, 10]))
+    assert exported == ([str(place)] if is_saved else [])
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
