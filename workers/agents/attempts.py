@@ -33,6 +33,7 @@ from penstock.conf.errors import (
     LimitReached,
     PenstockError,
     Rejected,
+    WorkspaceError,
 )
 from penstock.metering import table
 from penstock.metering.meters import Meters
@@ -234,7 +235,7 @@ class AttemptRunner:
             return AttemptOutcome(REJECTED, f"rejected_{_metric_word(error.reason)}", str(error))
         if sampler.limit:  # it did not let the end of its turns pass as it was
             return AttemptOutcome(TRUNCATED, sampler.limit, str(error))
-        if isinstance(error, PenstockError) and not isinstance(error, AttemptOver | DataError):
+        if isinstance(error, PenstockError) and not isinstance(error, AttemptOver | DataError | WorkspaceError):
             raise error
         return _failure(error)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.workers.agents.environment import Context, Task
-from penstock.workers.agents.trajectory import COMPLETED, TRUNCATED
+from penstock.workers.agents.trajectory import COMPLETED, FAILED, TRUNCATED
 from penstock.workers.protocols import Sampling
 from tests.workers.agents.played import TASK, ScriptedEngines, make_runner
 
@@ -31,6 +31,32 @@ class Repairs:
                 messages += [turn.message, {"role": "user", "content": f"{outcome.exit_code}"}]
             checked = await ws.check(CHECK)
             ctx.reward(float(checked.stdout == "5\n"))
+
+
+class Reads:
+    """Reads what the policy should have written."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+
+    async def run(self, task: Task, ctx: Context) -> None:
+        async with ctx.workspace(self.tree) as ws:
+            turn = await ctx.sample([{"role": "user", "content": "write"}])
+            await ws.run(turn.answer)
+            ctx.reward(float(await ws.read("written") == b"5\n"))
+
+
+def test_what_a_policy_has_not_written_fails_its_attempt_and_not_the_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        runner = make_runner(Reads(tmp_path), ScriptedEngines(answers("true", "echo 5 > written")))
+        attempt = await runner.attempt(TASK, Sampling(max_tokens=40, seed=5))
+        assert (attempt.outcome.kind, attempt.outcome.reason) == (FAILED, "environment_error")
+        assert "WorkspaceError: workspace: read written" in attempt.outcome.detail
+        attempt = await runner.attempt(TASK, Sampling(max_tokens=40, seed=5))
+        assert (attempt.outcome.kind, attempt.reward) == (COMPLETED, 1.0)
+        await runner.close()
+
+    asyncio.run(main())
 
 
 def answers(*commands: str) -> Any:
