@@ -16,8 +16,10 @@ import stat
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from lzma import LZMAError
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError
@@ -129,7 +131,7 @@ def unpack(source: Path, directory: Path, owner: int | None) -> None:
         else:
             with tarfile.open(source) as archive:
                 archive.extractall(tree, filter=plain_member)
-    except (tarfile.TarError, zipfile.BadZipFile, shutil.Error, OSError) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, shutil.Error, OSError, EOFError, zlib.error, LZMAError) as error:
         shutil.rmtree(made, ignore_errors=True)
         raise ConfigError(
             f"workspace: {source} cannot be unpacked: {error}. A tree is a directory or an archive ("

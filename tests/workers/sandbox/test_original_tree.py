@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import stat
 import tarfile
 import zipfile
@@ -99,6 +100,19 @@ def test_archives_are_unpacked(tmp_path: Path) -> None:
     tree = OriginalTree.of(plain, None)
     assert stat.S_IMODE((tree.path / "run").stat().st_mode) == 0o755
     tree.close()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
+def test_an_archive_whose_end_is_missing_or_changed_is_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.tar.{suffix}"
+    with tarfile.open(path, f"w:{suffix}") as file:
+        text = "".join(random.Random(5).choices("0123456789", k=200_000)).encode()
+        file.addfile(member("one", size=len(text)), io.BytesIO(text))
+    content = path.read_bytes()
+    for broken in (content[:50_000], content[:1000] + bytes(40_000) + content[41_000:]):
+        path.write_bytes(broken)
+        with pytest.raises(ConfigError, match="cannot be unpacked"):
+            OriginalTree.of(path, None)
 
 
 @pytest.mark.parametrize(
