@@ -8,11 +8,14 @@ code itself shares a process with its tests, so it can end that process, or chan
 # ruff: noqa: E501 - an attack on one line is read as one
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from penstock.workers.sandbox.workspace import Workspace
+from penstock.conf.errors import WorkspaceError
+from penstock.workers.sandbox.execution import MIB
+from penstock.workers.sandbox.workspace import LIMITS, Workspace
 from tests.workers.sandbox.conftest import Room
 
 pytestmark = pytest.mark.real
@@ -131,6 +134,29 @@ def test_files_of_a_check_are_removed_and_made(room, checked):
     asked = "ls tests; cat new/deep/file deep/other | od -c | head -1"
     outcome = room.do(checked.check(asked, files=files))
     assert outcome.stdout.split() == ["test_sums.py", "0000000", r"\0", "m", "a", "d", "e", "t", "e", "x", "t"], outcome
+
+
+def test_a_file_of_a_check_at_the_root_hides_that_file_alone(room, checked):
+    room.run(checked, "mkdir src; echo new > src/helper.py; echo forged > helper.py; echo new > 'src/h[12]'")
+    files = {"helper.py": "hidden\n", "h[12]": ""}
+    outcome = room.do(checked.check("cat src/helper.py src/h* helper.py", files=files))
+    assert outcome.stdout == "new\nnew\nnew\nhidden\n", outcome
+
+
+def test_changes_that_leave_no_room_for_the_hidden_files_are_an_outcome(room, checked):
+    small = room.open(limits=replace(LIMITS, tmp_bytes=4 * MIB))
+    room.run(small, "head -c 3900000 /dev/zero > big")
+    outcome = room.do(small.check("true", files={"hidden": bytes(MIB)}))
+    assert (outcome.is_success, outcome.reason) == (False, "changes"), outcome
+    small.close()
+
+
+def test_a_file_of_a_check_beyond_a_link_of_the_original_is_an_error(tmp_path):
+    (tmp_path / "out").symlink_to("/tmp")
+    room = Room(tmp_path)
+    with pytest.raises(WorkspaceError, match="link to /tmp"):
+        room.do(room.open().check("true", files={"out/hidden": "x"}))
+    room.close()
 
 
 def test_changes_that_cannot_be_applied_are_an_outcome_and_no_error(room, checked):

@@ -281,6 +281,7 @@ def test_without_a_cgroup_a_watch_ends_what_takes_too_much(tree, monkeypatch):
     assert "no control group" in workspace.enforced
     room.run(workspace, "echo 1 > made")
     assert python(room, workspace, GREEDY["memory of children"]).reason == "memory"
+    assert "not permitted" in python(room, workspace, "import os\nos.memfd_create('x')").stderr
     assert room.run(workspace, "for i in 1 2 3 4; do (while :; do :; done) & done; wait").reason == "timeout_cpu"
     assert room.run(workspace, "cat made mine").stdout == "1\nkept\n"
     room.close()

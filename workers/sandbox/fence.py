@@ -117,9 +117,12 @@ written to it can leave it, and then its size is not seen any more."""
 IN_WORKSPACES = """
     connect=42/203 accept=43/202 accept4=288/242 bind=49/200 listen=50/201 sendmsg=46/211 recvmsg=47/212
     sendmmsg=307/269 recvmmsg=299/243 flock=73/32 chown=92/- fchown=93/55 lchown=94/- fchownat=260/54 mknod=133/-
-    mknodat=259/33 memfd_create=319/279 inotify_init1=294/26 inotify_add_watch=254/27 inotify_rm_watch=255/28
+    mknodat=259/33 inotify_init1=294/26 inotify_add_watch=254/27 inotify_rm_watch=255/28
 """
 """Calls that workspaces allow besides: sockets on an empty network, locks and owners of files, named pipes."""
+MEMORY_FILES = "memfd_create=319/279"
+"""The call that makes files in memory. Workspaces allow it where a cgroup counts that memory; a watch does not see
+it."""
 SOCKETS = {
     # AF_UNIX, AF_INET and AF_INET6; streams and datagrams, with whatever flags; no protocol, TCP or UDP. Others have
     # the kernel load modules.
@@ -134,7 +137,9 @@ SOCKETS = {
 }
 """Calls that workspaces allow with some values of several arguments: alternatives, each of conditions that all hold: an
 argument's index, a mask, and the values."""
-OF_THE_KEEPER = "mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212"
+OF_THE_KEEPER = """
+    mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212 setxattr=188/5
+"""
 """Calls that only the program that keeps the fence needs, between executions."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 LOAD_WORD, AND, JUMP_IF_EQUAL, JUMP_IF_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
@@ -339,6 +344,7 @@ def seccomp_program(machine: str, *, keeper: bool, is_counted: bool = True, work
         _line(LOAD_WORD, operand=NUMBER),
     ]
     listed = ORDINARY + (IN_WORKSPACES if workspace else "") + (OF_THE_KEEPER if keeper else "")
+    listed += MEMORY_FILES if workspace and is_counted else ""
     for number in call_numbers(listed, machine):
         lines += [_line(JUMP_IF_EQUAL, 0, 1, number), _line(RETURN, operand=ALLOW)]
     for call, alternatives in SOCKETS.items() if workspace else ():

@@ -49,6 +49,8 @@ UPPER = f"/proc/self/fd/{OWN_UPPER}"
 OPAQUE = "user.overlay.opaque"
 NUM_DESCRIPTORS = 1024
 SAME_READ_BYTES = 1 << 20
+PACKED_LINE_BYTES = 1024
+"""Bytes of a change's line, by a generous guess: its path and facts."""
 MAX_LINKS = 40
 """Largest number of symbolic links that are followed for one path, as the kernel has it."""
 Change = tuple[str, str, dict[str, Any]]
@@ -70,7 +72,7 @@ class WorkspaceKeeper(Keeper):
     def serve(self) -> None:
         is_new = not self.options.get("resumed")
         if is_new:
-            self._mount()
+            self.mount_tree()
         self.control.send(f"ready {self.kind}".encode())
         counted = self.control.recv(64).decode()
         if not counted:
@@ -103,7 +105,7 @@ class WorkspaceKeeper(Keeper):
             checked("umount2", b"/proc", MNT_DETACH)
         return facts | {"seconds": time.perf_counter() - started}
 
-    def _mount(self) -> None:
+    def mount_tree(self) -> None:
         checked("mount", b"tmpfs", SPACE.encode(), b"tmpfs", NO_SUID_DEVICES, self.tmp)
         upper, work, tmp = (f"{SPACE}/{name}" for name in ("upper", "work", "tmp"))
         for place in (upper, work, tmp):
@@ -112,8 +114,11 @@ class WorkspaceKeeper(Keeper):
         options = f"lowerdir={LOWER},upperdir={upper},workdir={work},userxattr".encode()
         if self.kind == "overlay":
             try:
+                # Before 6.6 memory has no such attributes. Some of these kernels mount all the same, and then cannot
+                # replace a directory.
+                os.setxattr(SPACE, "user.penstock", b"")
                 checked("mount", b"overlay", self.at.encode(), b"overlay", NO_SUID_DEVICES, options)
-            except OSError:  # kernels before 5.11, or before 6.6 for changes in memory
+            except OSError:  # kernels before 5.11 mount none in a namespace
                 self.kind = "copy"
         if self.kind == "copy":
             shutil.copytree(LOWER, upper, symlinks=True, dirs_exist_ok=True)
@@ -127,7 +132,7 @@ class WorkspaceKeeper(Keeper):
         os.close(self.upper)
         for place in (self.at, "/tmp"):
             checked("umount2", place.encode(), MNT_DETACH)
-        self._mount()
+        self.mount_tree()
 
     def _rest(self) -> NoReturn:
         """Become a shell that waits for a line, and then this program again."""
@@ -149,13 +154,17 @@ class WorkspaceKeeper(Keeper):
                 checked("mount", b"proc", b"/proc", b"proc", NO_SUID_DEVICES | NO_PROGRAMS, None)
             # The kernel is to end commands where memory runs out, and not the keeper, which has the tree.
             os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
-            fence_in(self.limits if is_code else self.limits | {"file_bytes": -1}, self.program)
+            fence_in(self.limits if is_code else self.limits | {"file_bytes": self._packed_bytes()}, self.program)
             os.chdir(self.at)
             code = getattr(self, f"do_{task}")(request) or 0
         except BaseException as error:  # noqa: BLE001 - nothing may return to where the keeper was
             os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
         finally:
             os._exit(code)
+
+    def _packed_bytes(self) -> int:
+        """Largest size of a file with all changes: sparse files are longer than the memory that they take."""
+        return 2 * int(self.limits["tmp_bytes"]) + PACKED_LINE_BYTES * int(self.limits["tmp_files"])
 
     def do_run(self, request: dict[str, Any]) -> None:
         os.set_inheritable(REQUEST, False)
@@ -306,13 +315,16 @@ def differences(tree: str, lower: str) -> Iterator[Change]:
 
 
 def change_of(place: str, path: str, found: os.stat_result) -> Iterator[Change]:
-    """The change to a file or link. Pipes and sockets are processes' own, and are left out."""
+    """The change to a file or link. Pipes and sockets are processes' own, and are left out; what they replace is
+    gone."""
     if stat.S_ISLNK(found.st_mode):
         yield "link", path, {"target": os.readlink(place)}
     elif stat.S_ISREG(found.st_mode):
         os.chmod(place, found.st_mode | 0o400)
         facts = {"mode": stat.S_IMODE(found.st_mode), "mtime_ns": found.st_mtime_ns, "size": found.st_size}
         yield "file", path, facts
+    else:
+        yield "removed", path, {}
 
 
 def apply(kind: str, place: str, facts: dict[str, Any], source: BinaryIO) -> None:
@@ -387,10 +399,11 @@ def is_same(one: str, other: str) -> bool:
 
 
 def is_protected(path: str, protected: list[str]) -> bool:
-    """Return whether a name in the path matches, or the path or a directory above it is listed."""
+    """Return whether a name in the path matches, or the path or a directory above it is listed, with "./" or without.
+    With "./" an entry is no name: it means one place."""
     parts = path.split("/")
     above = {"/".join(parts[:number]) for number in range(1, len(parts) + 1)}
-    return not above.isdisjoint(protected) or any(
+    return not (above | {f"./{path}" for path in above}).isdisjoint(protected) or any(
         fnmatch.fnmatchcase(part, name) for part in parts for name in protected
     )
 

@@ -142,7 +142,7 @@ class Workspace:
         with ExitStack() as files:
             packed = memory_file(files)
             await self._own({"do": "pack"}, answer=packed)
-            return Snapshot(await asyncio.to_thread(_copy, packed))
+            return await asyncio.shield(asyncio.to_thread(snapshot_of, os.dup(packed)))
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this workspace or of another one of the same tree. Raises `WorkspaceError`."""
@@ -164,19 +164,22 @@ class Workspace:
         protected: Sequence[str] = PROTECTED,
     ) -> ProgramOutcome:
         """Run a command in a clean fork: the original tree with what was changed, with `protected` from the original,
-        an empty /tmp, and `files` (None: removed), whatever was changed there. Changes that cannot be applied are an
-        outcome, too, with the reason "changes"."""
+        an empty /tmp, and `files` (None: removed), whatever was changed there. Changes that cannot be applied, or
+        leave no room for `files`, are an outcome, too, with the reason "changes". Raises `WorkspaceError` for files
+        that lie beyond a link of the original that leads out."""
         hidden = {os.path.normpath(path): content for path, content in (files or {}).items()}
-        request = {"do": "apply", "protected": [*protected, *hidden]}
+        request = {"do": "apply", "protected": [*protected, *(f"./{path}" for path in hidden)]}
         try:
-            fork = await self._host.opened(self._spec, request, await self.snapshot())
+            async with await self._host.opened(self._spec, request, await self.snapshot()) as fork:
+                for path, content in hidden.items():
+                    place = {"do": "place", "path": path, "is_removed": content is None}
+                    await fork._own(place, _bytes(content or b""))
+                return await fork.run(command, timeout_s, stdin)
         except WorkspaceError as error:
+            # What the original or the caller names is not the changes' doing.
+            if str(error).startswith(tuple(f"workspace: place {path}: ValueError" for path in hidden)):
+                raise
             return ProgramOutcome("", str(error), 1, 0.0, 0.0, "changes")
-        async with fork:
-            for path, content in hidden.items():
-                place = {"do": "place", "path": path, "is_removed": content is None}
-                await fork._own(place, _bytes(content or b""))
-            return await fork.run(command, timeout_s, stdin)
 
     def close(self) -> None:
         """End the workspace and all that runs in it. May be called twice."""
@@ -372,20 +375,21 @@ class Workspaces:
         if self._machine is None:
             self._machine = FencePrograms.here()
         tree = self._trees.pop(source, None)
-        if tree is None:
+        if tree is None or _has_failed(tree):
             owner = None if self._machine.setpriv is None else UID
             tree = asyncio.create_task(asyncio.to_thread(OriginalTree.of, source, owner))
         self._trees[source] = tree
         try:
             return await asyncio.shield(tree)
-        except ConfigError:
-            self._trees.pop(source, None)
+        except BaseException:
+            if _has_failed(tree) and self._trees.get(source) is tree:
+                del self._trees[source]
             raise
 
     async def _worker(self, spec: WorkspaceSpec) -> WorkspaceWorker:
         """The fence that stands by, or a new one; and start the next."""
         task = self._standby.pop(spec, None)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        if task is None or _has_failed(task):
             task = asyncio.create_task(self._started(spec))
         try:
             worker = await asyncio.shield(task)
@@ -438,6 +442,10 @@ async def _tried(limits: WorkspaceLimits) -> str:
         await workspaces.close()
 
 
+def _has_failed(task: "asyncio.Task[Any]") -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
 def _closed(task: "asyncio.Task[WorkspaceWorker]") -> "asyncio.Task[WorkspaceWorker]":
     """Close a fence that nobody takes, now or when it stands."""
     if not task.done():
@@ -457,11 +465,21 @@ def _bytes(content: str | bytes) -> bytes:
     return content.encode(errors="surrogateescape") if isinstance(content, str) else content
 
 
-def _copy(file: int) -> int:
-    """Copy a file in memory into another one, whose memory is counted as this process's and not as the fence's."""
-    target = os.memfd_create("snapshot", os.MFD_CLOEXEC)
-    size = os.fstat(file).st_size
-    offset = 0
-    while offset < size:
-        offset += os.sendfile(target, file, offset, size - offset)
-    return target
+def snapshot_of(file: int) -> Snapshot:
+    """Copy a file in memory into another one, whose memory is counted as this process's and not as the fence's, and
+    close the first."""
+    try:
+        target = os.memfd_create("snapshot", os.MFD_CLOEXEC)
+        try:
+            size = os.fstat(file).st_size
+            offset = 0
+            while offset < size:
+                if not (count := os.sendfile(target, file, offset, size - offset)):
+                    raise OSError(f"workspace: its changes were {size} bytes and are {offset}")
+                offset += count
+        except BaseException:
+            os.close(target)
+            raise
+        return Snapshot(target)
+    finally:
+        os.close(file)

@@ -17,6 +17,7 @@ from penstock.workers.sandbox.fence import (
     IN_WORKSPACES,
     KILL,
     MACHINES,
+    MEMORY_FILES,
     MMAP,
     NAMESPACE_FLAGS,
     OF_THE_KEEPER,
@@ -62,6 +63,7 @@ WORDS = st.integers(0, 2**32 - 1) | st.integers(0, 1100)
 @given(number=WORDS, arguments=st.lists(WORDS, min_size=4, max_size=4))
 def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, is_counted, workspace, number, arguments):
     listed = ORDINARY + (OF_THE_KEEPER if keeper else "") + (IN_WORKSPACES if workspace else "")
+    listed += MEMORY_FILES if workspace and is_counted else ""
     is_granted = number in call_numbers(listed, machine)
     for call, alternatives in SOCKETS.items() if workspace else ():
         is_granted |= [number] == call_numbers(call, machine) and holds(alternatives, arguments)
@@ -140,11 +142,21 @@ def test_forks_and_threads_are_allowed_and_namespaces_are_not(machine):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
+def test_memory_files_are_for_workspaces_whose_memory_a_group_counts(machine):
+    (number,) = call_numbers(MEMORY_FILES, machine)
+    for workspace, is_counted, expected in [(True, True, ALLOW), (True, False, EPERM), (False, True, EPERM)]:
+        program = seccomp_program(machine, keeper=False, is_counted=is_counted, workspace=workspace)
+        assert verdict(program, number, AUDIT_ARCH[machine]) == expected
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_no_call_is_listed_twice_and_programs_are_short_enough(machine):
     for more in (" ".join(BY_ARGUMENT), OF_THE_KEEPER):  # the keeper may call prctl with every argument
         listed = call_numbers(" ".join([ORDINARY, CLONE, CLONE3, MMAP, more]), machine)
         assert len(set(listed)) == len(listed)
-    in_workspaces = call_numbers(" ".join([ORDINARY, IN_WORKSPACES, *SOCKETS, CLONE, CLONE3, MMAP]), machine)
+    in_workspaces = call_numbers(
+        " ".join([ORDINARY, IN_WORKSPACES, MEMORY_FILES, *SOCKETS, CLONE, CLONE3, MMAP]), machine
+    )
     assert len(set(in_workspaces)) == len(in_workspaces)
     assert len(seccomp_program(machine, keeper=True, workspace=True)) // 8 <= 4096
 

@@ -1,9 +1,12 @@
 """What a workspace does for who opens it: commands with state, files, differences, snapshots and forks."""
 
 import asyncio
+import errno
+import os
 import shutil
 import tarfile
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError, InfrastructureError, NotStarted, WorkspaceError
+from penstock.workers.sandbox import inside_workspace
 from penstock.workers.sandbox import workspace as workspace_module
 from penstock.workers.sandbox.cgroup import descendants
 from penstock.workers.sandbox.execution import MIB, Limits
@@ -161,6 +165,18 @@ def test_what_is_over_a_limit_ends_and_the_tree_stays(repository):
     room.close()
 
 
+def test_sparse_files_take_no_more_when_packed_than_changes_may(repository):
+    room = Room(repository)
+    limits = Limits(memory_bytes=512 * MIB, tmp_bytes=16 * MIB, tmp_files=500, file_bytes=40 * MIB)
+    ws = room.open(limits=limits)
+    room.run(ws, "echo 1 > mine; truncate -s 30M a b")
+    with pytest.raises(WorkspaceError, match="File too large"):
+        room.do(ws.snapshot())
+    assert room.run(ws, "rm a b; cat mine").stdout == "1\n"
+    room.do(ws.snapshot())
+    room.close()
+
+
 def test_a_command_that_is_cancelled_ends_and_the_tree_stays(room, ws):
     async def cancelled() -> None:
         with suppress(TimeoutError):
@@ -224,6 +240,88 @@ def test_a_request_that_was_cancelled_at_any_moment_confuses_no_later_one(room, 
     room.do(given_up())
 
 
+def test_a_snapshot_that_is_cancelled_leaves_no_file(room, ws, monkeypatch):
+    room.run(ws, "head -c 100000 /dev/zero > big")
+    copied, begun, may_go_on = workspace_module.snapshot_of, threading.Event(), threading.Event()
+
+    def slow(file: int) -> object:
+        begun.set()
+        assert may_go_on.wait(GONE_S)
+        return copied(file)
+
+    async def cancelled() -> None:
+        snapshot = asyncio.create_task(ws.snapshot())
+        await asyncio.to_thread(begun.wait, GONE_S)
+        snapshot.cancel()
+        await asyncio.wait([snapshot])
+        may_go_on.set()
+        async with asyncio.timeout(GONE_S):
+            while memory_files() > before:
+                await asyncio.sleep(0.02)
+
+    before = memory_files()
+    monkeypatch.setattr(workspace_module, "snapshot_of", slow)
+    room.do(cancelled())
+    monkeypatch.undo()
+    assert room.do(ws.snapshot()).num_bytes > 100000
+
+
+def memory_files() -> int:
+    """Number of this process's files in memory."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += os.readlink(path).startswith("/memfd:")
+    return found
+
+
+def test_a_file_that_ends_early_is_an_error_and_is_closed(monkeypatch):
+    file = os.open(__file__, os.O_RDONLY)
+    before = memory_files()
+    monkeypatch.setattr(workspace_module.os, "sendfile", lambda *_: 0)
+    with pytest.raises(OSError, match="its changes were"):
+        workspace_module.snapshot_of(file)
+    assert memory_files() == before
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(file)
+
+
+def test_memory_without_attributes_of_files_holds_a_copy(tmp_path, monkeypatch):
+    """As kernels before 6.6 have it."""
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "one").write_text("1")
+    (tmp_path / "changes").mkdir()
+    calls = []
+    monkeypatch.setattr(inside_workspace, "checked", lambda *words: calls.append(words[:2]))
+    monkeypatch.setattr(inside_workspace, "LOWER", str(tmp_path / "original"))
+    monkeypatch.setattr(inside_workspace, "SPACE", str(tmp_path / "changes"))
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "setxattr", refused)
+    keeper = object.__new__(inside_workspace.WorkspaceKeeper)
+    keeper.kind, keeper.at, keeper.tmp = "overlay", str(tmp_path / "at"), b""
+    keeper.mount_tree()
+    os.close(keeper.upper)
+    assert keeper.kind == "copy"
+    assert ("mount", b"overlay") not in calls
+    assert (tmp_path / "changes" / "upper" / "one").read_text() == "1"
+
+
+@pytest.mark.parametrize("kind", ["overlay", "copy"])
+def test_what_a_pipe_replaces_is_gone_in_a_fork(repository, kind):
+    room = Room(repository)
+    room.workspaces.first_kind = kind
+    ws = room.open()
+    room.run(ws, "rm tool.sh; mkfifo tool.sh; rm -r data; mkfifo data new")
+    fork = room.do(ws.fork())
+    assert room.run(fork, "ls").stdout.split() == ["binary", "link", "no", "end", "package"]
+    assert room.do(fork.diff()) == room.do(ws.diff())
+    fork.close()
+    room.close()
+
+
 def test_what_may_be_seen_is_shown_and_the_place_is_chosen(repository):
     room = Room(repository)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as shown:
@@ -263,6 +361,22 @@ async def test_what_cannot_be_a_workspace_is_refused_by_name(repository, tmp_pat
     await workspaces.close()
     with pytest.raises(NotStarted):
         await workspaces.open(repository).__aenter__()
+
+
+@in_a_loop
+async def test_a_tree_that_could_not_be_read_is_read_again(repository, monkeypatch):
+    workspaces = Workspaces()
+
+    def failing(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(workspace_module.OriginalTree, "of", failing)
+    with pytest.raises(MemoryError):
+        await workspaces.open(repository).__aenter__()
+    monkeypatch.undo()
+    async with workspaces.open(repository) as ws:
+        assert (await ws.run("ls tool.sh")).is_success
+    await workspaces.close()
 
 
 def test_a_lost_fence_is_the_machines_failure_and_not_the_policys(room, ws):
