@@ -241,6 +241,7 @@ class RunDirectory:
 
     def rewind(self, config: RunConfig, step: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again; None: none go.
+        What was measured of earlier steps meanwhile stays.
         config.yaml becomes this run's. `metrics`: those of that step, for a run that was killed before it had written
         its line. Raises `ConfigError`."""
 
@@ -249,6 +250,7 @@ class RunDirectory:
 
         try:
             self._rewind(SPANS, is_kept)
+            late = list(filter(is_kept, itertools.dropwhile(is_kept, read_lines(self.metrics_file))))
             kept = self._rewind(METRICS, is_kept)
             if (text := to_yaml(config)) != self.config_file.read_text(encoding="utf-8"):
                 self.write_text("config.yaml", text, synced=True)
@@ -259,6 +261,8 @@ class RunDirectory:
             ) from None
         if metrics and all(line.get("step") != step for line in kept):
             self.log_metrics(metrics)
+        for line in late:
+            self.log_metrics(line)
 
     def _rewind(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         """Cut a file of lines, and what waits to be written to it. Returns what stays. Raises `OSError`."""

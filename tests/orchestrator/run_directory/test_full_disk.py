@@ -103,6 +103,22 @@ def test_a_place_without_room_is_refused_at_the_start_and_left_as_it_was(tmp_pat
 
 
 @pytest.mark.parametrize("is_full", [False, True])
+def test_a_run_that_is_set_back_keeps_what_was_measured_late(tmp_path: Path, is_full: bool) -> None:
+    directory, config = new_run(tmp_path), load_config([f"output_dir={tmp_path}", "name=run"])
+    for step in (4, 5, 6, 7):
+        directory.log_metrics({"step": step})
+    directory.log_metrics({"step": 5, "evaluation/step": 5, "accuracy/heldout": 0.5})
+    directory.log_metrics({"step": 8})
+    directory.log_metrics({"step": 7, "evaluation/step": 7, "accuracy/heldout": 0.7})
+    with files_up_to(5 if is_full else -1):
+        directory.rewind(config, 6, {"step": 6})
+    directory.log_metrics({"step": 7, "again": True})
+    measured = {"step": 5, "evaluation/step": 5, "accuracy/heldout": 0.5}
+    assert directory.read_metrics() == [{"step": 4}, measured, {"step": 6}, {"step": 7, "again": True}]
+    directory.close()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
 def test_a_run_is_set_back_on_a_full_disk_too(tmp_path: Path, is_full: bool) -> None:
     directory, config = new_run(tmp_path), load_config([f"output_dir={tmp_path}", "name=run"])
     for step in (1, 2):
