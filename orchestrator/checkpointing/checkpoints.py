@@ -412,6 +412,10 @@ class CheckpointWriter:
         """Keep the checkpoint of this step until `scored`: it is being evaluated, or will be."""
         self._awaited.add(step)
 
+    def awaits_score(self, step: int) -> bool:
+        """Return whether the checkpoint of this step stays until `scored`."""
+        return step in self._awaited
+
     def has_failed(self, step: int) -> bool:
         """Return whether the checkpoint after this step could not be written."""
         return step in self._lacking

@@ -314,6 +314,10 @@ class Controller:
             evaluated, seconds = await self._evaluate()
             self._saving.scored(done, evaluated)
             self._emit_evaluation(done, evaluated, seconds)
+        if step != done and self._evaluations.is_beside(done) and self._saving.awaits_score(done):
+            line = next((line for line in self.directory.read_metrics() if line["step"] == done), {})
+            names = self.config.evaluation.metrics(in_environment=self.config.environment.name is not None)
+            self._saving.scored(done, {name: line[name] for name in names if name in line})  # reported before
 
     def _counters(self) -> dict[str, float]:
         counters = self._restarts.metrics() | self.directory.failed_writes.metrics()

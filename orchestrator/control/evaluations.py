@@ -14,7 +14,7 @@ other version is measured in its place.
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +176,7 @@ class Evaluations:
             return []
         known = {int(line["step"]) for line in self._directory.read_metrics() if HELDOUT in line}
         first = min(known, default=done)
-        known |= {int(event["step"]) for event in self._directory.read_events() if event["kind"] == EVENT}
+        known |= steps_lost(self._directory.read_events())
         return [step for step in range(first, done + 1) if self._config.evaluates(step) and step not in known]
 
     async def before_load(self) -> None:
@@ -241,6 +241,22 @@ class Evaluations:
         self._directory.event(EVENT, step=now.step, error=type(error).__name__, message=str(error))
         self._note(f"the evaluation after step {now.step} is lost: {error}")
         self._report(now.step, {}, 0.0)
+
+
+def steps_lost(events: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Steps whose evaluations were lost, by a run's events; a step that the run has gone back behind is made anew.
+
+    >>> lost = [{"kind": EVENT, "step": step} for step in (2, 4)]
+    >>> steps_lost(lost), steps_lost([*lost, {"kind": "returned", "step": 3}])
+    ({2, 4}, {2})
+    """
+    lost = set[int]()
+    for event in events:
+        if event["kind"] == EVENT:
+            lost.add(int(event["step"]))
+        elif event["kind"] in ("returned", "resume"):
+            lost = {step for step in lost if step <= int(event["step"])}
+    return lost
 
 
 def _now_s() -> float:

@@ -24,6 +24,7 @@ from penstock.orchestrator.observability.marks import Mark, marks_of
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.observability.reporting.sinks import JsonLines
 from penstock.orchestrator.observability.state_log import StateLog
+from penstock.orchestrator.recovery.takeover import TakeoverPoint
 from penstock.orchestrator.run_context import RunContext
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.orchestrator.signals import Interrupt
@@ -87,6 +88,7 @@ class Play:
         """Version and what was measured."""
         self.resumed: Any = None
         """The checkpoint that it starts from."""
+        self.taken: TakeoverPoint | None = None
         self.directory = RunDirectory.create(self.config)
 
     def run(self, accuracy: Callable[[int], float] | None = None) -> TrainingResult:
@@ -137,7 +139,7 @@ class Play:
         evaluator: Any = SimpleNamespace(measure=measure) if accuracy is not None else None
         progress = ProgressDisplay(self.config, "played", console=Console(quiet=True))
         context = RunContext(self.config, flow, fleet, store, self.directory, progress)
-        return await Controller(context, [JsonLines(self.directory)], evaluator).run()
+        return await Controller(context, [JsonLines(self.directory)], evaluator, taken=self.taken).run()
 
     def steps(self) -> list[int]:
         return [call.arguments[0] for call in self.calls if call.method == "step"]
@@ -250,6 +252,18 @@ def test_each_evaluated_step_is_saved_and_the_best_stay(tmp_path: Path, max_stal
         (2, 0.3, 2), (4, 0.8, 4), (6, 0.5, 4), (8, 0.1, 4), (9, 0.2, 4)
     ]  # fmt: skip
     assert Mark(4, "best checkpoint: accuracy/heldout 0.8", "good") in marks_of(events)
+
+
+def test_a_checkpoint_that_a_takeover_begins_has_the_score_that_was_reported(tmp_path: Path) -> None:
+    words = ["max_staleness=2", "evaluation.every_steps=3", "checkpoint.keep_best=1", "checkpoint.keep_last=1"]
+    play = Play(tmp_path, *words, "checkpoint.every_steps=3", "trainer.max_steps=10", "faults.store_snapshot_s=0")
+    line = {"step": 6, "evaluation/step": 6, "accuracy/heldout": 0.9}
+    play.directory.log_metrics(line)
+    play.taken = TakeoverPoint(6, {}, line)
+    play.resumed = SimpleNamespace(step=6, directory="elsewhere", store=None)
+    play.run(lambda version: 0.1)
+    checkpoints = Checkpoints(str(play.directory.checkpoints), play.config.checkpoint)
+    assert (checkpoints.steps(), checkpoints.scores()) == ([6, 10], {6: 0.9, 10: 0.1})
 
 
 @pytest.fixture

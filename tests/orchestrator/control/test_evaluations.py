@@ -4,12 +4,14 @@ virtual clock: the real controller, loans, supervisor and store over scripted ac
 import asyncio
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.control.evaluations import Evaluations
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.amounts import amount
 from tests.orchestrator.control.test_loans import kill
@@ -167,6 +169,23 @@ def test_whoever_dies_no_other_version_is_measured_and_each_row_trained_once(
     lines = metrics_of(tmp_path / "run")
     assert max(line.get("staleness/max", 0) for line in lines) <= config.max_staleness
     assert max(line.get("evaluation/lost", 0) for line in lines) == len(lost)
+
+
+def test_an_evaluation_that_was_lost_is_made_after_a_return_behind_its_step(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    directory = RunDirectory.create(config)
+    context: Any = SimpleNamespace(
+        config=config, fleet=None, directory=directory, flow=flow_of(config), progress=SimpleNamespace(note=print)
+    )
+    loans: Any = None
+    evaluations = Evaluations(context, Measured(1.0), loans, lambda *_: None)  # type: ignore[arg-type]
+    directory.log_metrics({"step": 0, "accuracy/heldout": 0.0})
+    for step in (7, 14):
+        directory.event("evaluation_lost", step=step)
+    assert evaluations._missing(21) == [21]
+    directory.event("returned", step=10)
+    assert evaluations._missing(21) == [14, 21]
+    directory.close()
 
 
 def test_a_share_is_a_number_of_engines_or_auto() -> None:
