@@ -101,7 +101,9 @@ class Controller:
         self.members = Membership(context, self._recovery, catch_up_by_role(config, self._weights), wanted)
         self._engines = EngineDirectory(fleet)
         self.loans = EngineLoans(fleet, config, self._weights.catch_up, self._engines.tell)
-        self._evaluations = Evaluations(context, evaluator, self.loans, self._report_evaluation)
+        self._evaluations = Evaluations(
+            context, evaluator, self.loans, self._report_evaluation, lambda: self.is_preempted
+        )
         if config.finishes_sequences:
             self._weights.update = self.loans.update
         self._observer = Observer(

@@ -31,6 +31,8 @@ LOST = "evaluation/lost"
 EVENT = "evaluation_lost"
 MARGIN = 0.9
 """Share of the time until the next evaluation in which this one is to be done."""
+LOOK_S = 1.0
+"""Seconds between two looks whether a run that waits for an evaluation is preempted."""
 PRESENT_S = 10.0
 """Deadline for an engine to say which version it has."""
 
@@ -83,8 +85,16 @@ class Evaluations:
     """Lifecycle: `start` in the controller's task group, `resume` in a run that continues; for each step
     `before_load`, and `begin` where it is due; `finish` at the end of the run."""
 
-    def __init__(self, context: RunContext, evaluator: Evaluator | None, loans: EngineLoans, report: Report) -> None:
-        """`report`: called with a step, what was measured of it, empty if that is lost, and the seconds."""
+    def __init__(
+        self,
+        context: RunContext,
+        evaluator: Evaluator | None,
+        loans: EngineLoans,
+        report: Report,
+        is_preempted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`report`: called with a step, what was measured of it, empty if that is lost, and the seconds.
+        `is_preempted`: returns whether the run is to end soon, which waits for no evaluation."""
         self._config, self._fleet, self._directory = context.config, context.fleet, context.directory
         self._are_beside = context.config.evaluates_beside and bool(context.flow.of_kind("rollout"))
         self._note = context.progress.note
@@ -92,6 +102,7 @@ class Evaluations:
         self._own = [f"Rollout-{index}" for index in range(first, end)] if self._are_beside else []
         """Names of the engines that sample for evaluations alone."""
         self._evaluator, self._loans, self._report = evaluator, loans, report
+        self._is_preempted = is_preempted
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[None] | None = None
         self._now: Evaluation | None = None
@@ -198,8 +209,11 @@ class Evaluations:
                 self._lose(now, DeadlineExceeded(f"it was not done {timeout_s:g} s after the last step."))
 
     async def _ended(self) -> None:
-        if self._running is not None:
-            await asyncio.wait([self._running])  # what it fails with is its own task's
+        if (running := self._running) is None:
+            return
+        while (await asyncio.wait([running], timeout=LOOK_S))[1]:  # what it fails with is its own task's
+            if self._is_preempted():
+                running.cancel()
 
     async def _run(self, now: Evaluation) -> None:
         assert self._evaluator is not None

@@ -208,7 +208,7 @@ def test_a_goal_whose_checkpoint_cannot_be_written_fails_no_run(
         return []
 
     words = ["max_staleness=2", "evaluation.every_steps=3", "evaluation.stop_at_accuracy=0.9", "checkpoint.keep_last=1"]
-    saving = {"begin_saving": begin, "finish_saving": finish}
+    saving: dict[str, Callable[..., Any]] = {"begin_saving": begin, "finish_saving": finish}
     play = Play(tmp_path, *words, "checkpoint.every_steps=50", "trainer.max_steps=20", trainer=saving)
     outcome = play.run(lambda version: 0.95 if version >= 6 else 0.1)
     assert (events("checkpoint_failed"), events("stopped_early")) == ([6], [reached])

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.control.evaluations import Evaluations
+from penstock.orchestrator.control.evaluations import Evaluations, steps_lost
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.amounts import amount
 from tests.orchestrator.control.test_loans import kill
@@ -171,21 +171,39 @@ def test_whoever_dies_no_other_version_is_measured_and_each_row_trained_once(
     assert max(line.get("evaluation/lost", 0) for line in lines) == len(lost)
 
 
-def test_an_evaluation_that_was_lost_is_made_after_a_return_behind_its_step(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    directory = RunDirectory.create(config)
-    context: Any = SimpleNamespace(
-        config=config, fleet=None, directory=directory, flow=flow_of(config), progress=SimpleNamespace(note=print)
-    )
-    loans: Any = None
-    evaluations = Evaluations(context, Measured(1.0), loans, lambda *_: None)  # type: ignore[arg-type]
-    directory.log_metrics({"step": 0, "accuracy/heldout": 0.0})
-    for step in (7, 14):
-        directory.event("evaluation_lost", step=step)
-    assert evaluations._missing(21) == [21]
-    directory.event("returned", step=10)
-    assert evaluations._missing(21) == [14, 21]
-    directory.close()
+def test_what_was_lost_of_steps_that_a_return_undoes_is_lost_no_longer() -> None:
+    lost = [{"kind": "evaluation_lost", "step": step} for step in (7, 14)]
+    assert steps_lost(lost) == {7, 14}
+    for kind in ("returned", "resume"):
+        assert steps_lost([*lost, {"kind": kind, "step": 10}]) == {7}
+        assert steps_lost([*lost, {"kind": kind, "step": 10}, lost[1]]) == {7, 14}
+
+
+def test_a_run_that_is_preempted_waits_for_no_evaluation(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "rollout.num_workers=1")
+    fleet = SimpleNamespace(role=lambda role: [("Rollout-0", None)], lent=list)
+    progress = SimpleNamespace(note=lambda text: None)
+    context: Any = SimpleNamespace(config=config, fleet=fleet, directory=None, flow=flow_of(config), progress=progress)
+    evaluator: Any = SimpleNamespace(measure=lambda fleet: asyncio.sleep(1e9))
+
+    async def none(engines: Any) -> list[Any]:
+        return []
+
+    loans: Any = SimpleNamespace(catch_up=none)
+    told = list[bool]()
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        evaluations = Evaluations(context, evaluator, loans, lambda *_: None, lambda: bool(told))
+        async with asyncio.TaskGroup() as tasks:
+            evaluations.start(tasks)
+            await evaluations.begin(7)
+            loop.call_later(5.0, told.append, True)
+            began = loop.time()
+            await evaluations.before_load()
+            return loop.time() - began
+
+    assert 5.0 <= run_virtually(main()) <= 7.0
 
 
 def test_a_share_is_a_number_of_engines_or_auto() -> None:

@@ -96,5 +96,5 @@ def test_a_sampler_starts_again_where_only_engines_of_evaluations_are_left(
     ray.nodes = [node(number, 2) for number in range(1, 5)]
     words = [f"rollout.num_workers={num_samplers}", "evaluation.num_workers=1", "evaluation.every_steps=1"]
     room, _, _ = without_node(ray, *words)
-    engines = [actor for actor in room._table.plan if actor.role == "rollout"]
+    engines = [actor for actor in planned(*words)[0] if actor.role == "rollout"]
     assert [room.can_leave(actor) for actor in engines] == may_leave
