@@ -532,6 +532,24 @@ def scripted_config(tmp_path: Path, *words: str) -> RunConfig:
     return load_config(words)
 
 
+NUM_STEPS, GROUPS, SIZE = 30, 4, 2
+"""Steps of a long run, groups of a step, samples of a group."""
+
+
+def long_config(tmp_path: Path, *words: str) -> RunConfig:
+    """The configuration of a run that is long enough for members to come, go and die, any number of times."""
+    return scripted_config(
+        tmp_path,
+        f"trainer.max_steps={NUM_STEPS}",
+        f"trainer.groups_per_step={GROUPS}",
+        f"algorithm.group_size={SIZE}",
+        "checkpoint.every_steps=0",
+        "faults.max_restarts=1000",
+        "faults.pause_s=0.1",
+        *words,
+    )
+
+
 def controller_over(
     fleet: ScriptedFleet,
     config: RunConfig,

@@ -15,12 +15,21 @@ from penstock.orchestrator.control.evaluations import Evaluations, steps_lost
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.amounts import amount
 from tests.orchestrator.control.test_loans import kill
-from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
+from tests.orchestrator.scripted_fleet import (
+    GROUPS,
+    NUM_STEPS,
+    SIZE,
+    ScriptedFleet,
+    controller_over,
+    flow_of,
+    long_config,
+    store_of,
+)
 from tests.run_files import metrics_of
 from tests.store.invariants import check_invariants
 from tests.virtual_time import run_virtually
 
-NUM_STEPS, GROUPS, SIZE, EVERY = 30, 4, 2, 7
+EVERY = 7
 DUE = [7, 14, 21, 28]
 
 
@@ -45,19 +54,8 @@ class Measured:
 
 
 def config_of(tmp_path: Path, *words: str) -> Any:
-    return scripted_config(
-        tmp_path,
-        "max_staleness=2",
-        "rollout.num_workers=4",
-        f"trainer.max_steps={NUM_STEPS}",
-        f"trainer.groups_per_step={GROUPS}",
-        f"algorithm.group_size={SIZE}",
-        f"evaluation.every_steps={EVERY}",
-        "checkpoint.every_steps=0",
-        "faults.max_restarts=1000",
-        "faults.pause_s=0.1",
-        *words,
-    )
+    own = ["max_staleness=2", "rollout.num_workers=4", f"evaluation.every_steps={EVERY}"]
+    return long_config(tmp_path, *own, *words)
 
 
 def run(config: Any, evaluator: Measured, seed: int = 0, *, kills: bool = False) -> ScriptedFleet:

@@ -12,26 +12,23 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
 from tests.amounts import amount
-from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
+from tests.orchestrator.scripted_fleet import (
+    GROUPS,
+    NUM_STEPS,
+    SIZE,
+    ScriptedFleet,
+    controller_over,
+    flow_of,
+    long_config,
+    store_of,
+)
 from tests.run_files import metrics_of
 from tests.store.invariants import check_invariants
 from tests.virtual_time import run_virtually
 
-NUM_STEPS, GROUPS, SIZE = 30, 4, 2
-
 
 def config_of(tmp_path: Path, *words: str) -> Any:
-    return scripted_config(
-        tmp_path,
-        "rollout.num_workers=4",
-        f"trainer.max_steps={NUM_STEPS}",
-        f"trainer.groups_per_step={GROUPS}",
-        f"algorithm.group_size={SIZE}",
-        "checkpoint.every_steps=0",
-        "faults.max_restarts=1000",
-        "faults.pause_s=0.1",
-        *words,
-    )
+    return long_config(tmp_path, "rollout.num_workers=4", *words)
 
 
 async def lend(fleet: ScriptedFleet, loans: Any, random: Random, seen: list[tuple[str, int, int]]) -> None:
