@@ -269,22 +269,15 @@ class WorkspaceKeeper(Keeper):
 
 def changes(upper: str, lower: str) -> Iterator[Change]:
     """Changes that an upper layer of overlayfs holds, directories before what is in them. `lower`: empty for none."""
-    ahead = [""]
-    while ahead:
-        below = ahead.pop()
-        for entry in sorted(os.scandir(f"{upper}/{below}"), key=lambda entry: entry.name):
-            path = os.path.join(below, entry.name)
-            found = entry.stat(follow_symlinks=False)
-            if stat.S_ISCHR(found.st_mode):
+    for place, path, found in entries_of(upper):
+        if stat.S_ISCHR(found.st_mode):
+            yield "removed", path, {}
+        elif stat.S_ISDIR(found.st_mode):
+            if lower and os.path.lexists(f"{lower}/{path}") and is_opaque(place):
                 yield "removed", path, {}
-            elif stat.S_ISDIR(found.st_mode):
-                if lower and os.path.lexists(f"{lower}/{path}") and is_opaque(entry.path):
-                    yield "removed", path, {}
-                yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
-                os.chmod(entry.path, found.st_mode | 0o700)
-                ahead.append(path)
-            else:
-                yield from change_of(entry.path, path, found)
+            yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
+        else:
+            yield from change_of(place, path, found)
 
 
 def differences(tree: str, lower: str) -> Iterator[Change]:
@@ -296,22 +289,29 @@ def differences(tree: str, lower: str) -> Iterator[Change]:
             if not os.path.lexists(f"{tree}/{path}"):
                 yield "removed", path, {}
         names[:] = [name for name in names if is_directory(f"{tree}/{rel}/{name}")]
+    for place, path, found in entries_of(tree):
+        original = f"{lower}/{path}"
+        if stat.S_ISDIR(found.st_mode):
+            if os.path.lexists(original) and not is_directory(original):
+                yield "removed", path, {}
+            if not is_directory(original) or mode_of(original) != stat.S_IMODE(found.st_mode):
+                yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
+        elif not is_same(place, original):
+            yield from change_of(place, path, found)
+
+
+def entries_of(root: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    """All that is below a directory, directories before what is in them: its place, its path from there, and what it
+    was. Directories are made readable."""
     ahead = [""]
     while ahead:
         below = ahead.pop()
-        for entry in sorted(os.scandir(f"{tree}/{below}"), key=lambda entry: entry.name):
-            path = os.path.join(below, entry.name)
-            found = entry.stat(follow_symlinks=False)
+        for entry in sorted(os.scandir(f"{root}/{below}"), key=lambda entry: entry.name):
+            path, found = os.path.join(below, entry.name), entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode):
                 os.chmod(entry.path, found.st_mode | 0o700)
                 ahead.append(path)
-                original = f"{lower}/{path}"
-                if os.path.lexists(original) and not is_directory(original):
-                    yield "removed", path, {}
-                if not is_directory(original) or mode_of(original) != stat.S_IMODE(found.st_mode):
-                    yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
-            elif not is_same(entry.path, f"{lower}/{path}"):
-                yield from change_of(entry.path, path, found)
+            yield entry.path, path, found
 
 
 def change_of(place: str, path: str, found: os.stat_result) -> Iterator[Change]:
