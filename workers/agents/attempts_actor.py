@@ -198,10 +198,12 @@ class Environments(ServingActor):
         end_children(but=self._others)
 
     async def _follow_engines(self, meters: Meters) -> None:
-        """Fit the number of attempts to the engines' memory, once a second while there are any."""
+        """Fit the number of attempts to the engines' memory, once a second while there are any. Without that only the
+        first actor asks the engines, to count what they preempt."""
+        asks = self._spec.config.follows_memory or not self._spec.index
         while True:
             await asyncio.sleep(REPORT_S)
-            if self._gate.num_under_way:
+            if asks and self._gate.num_under_way:
                 await self._report()
             meters.put(table.ENVIRONMENT_UNDER_WAY, self._gate.num_under_way)
             meters.put(table.ENVIRONMENT_LIMIT, self._gate.limit)
