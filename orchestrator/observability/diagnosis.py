@@ -48,6 +48,9 @@ class History:
         self._first: dict[str, list[float]] = {}
         """Values of the first steps, by metric."""
         self._last: deque[Mapping[str, Any]] = deque(maxlen=window + 1)
+        self._num_steps = 0
+        self._looks: dict[str, deque[tuple[int, Mapping[str, Any]]]] = {}
+        """The last steps with a look at an engine, by its name."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of the next step."""
@@ -56,6 +59,9 @@ class History:
             if len(known) < self.window:
                 known += _values([metrics], key)
         self._last.append(metrics)
+        self._num_steps += 1
+        for name in {key.rpartition("/")[2] for key in metrics if key.startswith((SCORES, SAMPLES))}:
+            self._looks.setdefault(name, deque(maxlen=self.window)).append((self._num_steps, metrics))
 
     def last(self, key: str) -> list[float]:
         """Values of a metric in those of the last steps that have it."""
@@ -76,12 +82,13 @@ class History:
         """Return whether all of the last steps have a metric."""
         return self.is_long_enough and all(line.get(key) is not None for line in list(self._last)[-self.window :])
 
-    def within(self, prefix: str) -> dict[str, list[float]]:
-        """Values within the window of all metrics with a prefix, by what follows it: also of those that the last step
-        lacks."""
-        window = list(self._last)[-self.window :]
-        keys = dict.fromkeys(key for line in window for key in line if key.startswith(prefix))
-        return {key.removeprefix(prefix): _values(window, key) for key in keys}
+    def looks(self, prefix: str) -> dict[str, list[float]]:
+        """Values in the last looks at each engine, by its name: an engine of many gets its turn in few of the steps.
+        Looks of more than `LOOKS_KEPT` windows ago, as those at an engine that has left, are forgotten."""
+        since = self._num_steps - LOOKS_KEPT * self.window
+        steps = {name: [line for step, line in looks if step > since] for name, looks in self._looks.items()}
+        values = {name: _values(lines, prefix + name) for name, lines in steps.items()}
+        return {name: each for name, each in values.items() if each}
 
     def named(self, prefix: str) -> list[str]:
         return [key for key in self._last[-1] if key.startswith(prefix)] if self._last else []
@@ -116,8 +123,8 @@ ENGINE = "rollout/groups/Rollout-"
 only answer."""
 SCORES, SAMPLES, TEMPERATURE, DOUBLED = "probe/scores/", "probe/samples/", "probe/temperature/", "probe/doubled/"
 """Prefixes of what probes have found out of each engine (`control/engine_probe.py`)."""
-LEAST_LOOKS = 2
-"""Least number of looks at an engine within the window, and of estimates of its temperature."""
+LEAST_LOOKS, LOOKS_KEPT = 2, 10
+"""Least number of looks at an engine, and of estimates of its temperature; windows of steps for which they are kept."""
 OTHER_TEMPERATURE, SPREADS = 0.005, 3.0
 """Difference of an engine's temperature that counts, as a share of it, and its least ratio to the spread of the
 estimates."""
@@ -170,7 +177,7 @@ def mismatch(history: History, config: DiagnosisConfig, max_staleness: int) -> F
 
 def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
     """What an engine's own samples say: it scores them otherwise than it has recorded them."""
-    means = {name: looks for name, looks in history.within(SAMPLES).items() if len(looks) >= LEAST_LOOKS}
+    means = {name: looks for name, looks in history.looks(SAMPLES).items() if len(looks) >= LEAST_LOOKS}
     factors = _other_temperatures(history, means)
     if factors:
         texts = ", ".join(f"{name} samples as if at {factor:.4g} times" for name, factor in factors.items())
@@ -180,7 +187,7 @@ def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
             f"|Δ log p| {_mean_of(means, [*factors]):.2g} a token{_of_others(means, [*factors])}",
             "See rollout.engine_options for what changes its logits or its temperature.",
         )
-    flags = history.within(DOUBLED)
+    flags = history.looks(DOUBLED)
     doubled = [name for name in sorted(means) if 3 * len(flags.get(name, ())) >= max(6, len(means[name]))]
     wrong = doubled or _engines_beyond(means, config)
     if not wrong:
@@ -206,7 +213,7 @@ def _other_samples(history: History, config: DiagnosisConfig) -> Finding | None:
 
 def _other_temperatures(history: History, means: Mapping[str, Any]) -> dict[str, float]:
     """The temperature of engines that sample at another one, as a multiple of it."""
-    fits = {name: each for name, each in sorted(history.within(TEMPERATURE).items()) if len(each) >= LEAST_LOOKS}
+    fits = {name: each for name, each in sorted(history.looks(TEMPERATURE).items()) if len(each) >= LEAST_LOOKS}
     return {
         name: statistics.fmean(each)
         for name, each in fits.items()
@@ -216,7 +223,7 @@ def _other_temperatures(history: History, means: Mapping[str, Any]) -> dict[str,
 
 def _other_scores(history: History, config: DiagnosisConfig) -> Finding | None:
     """What an engine makes of rows that the trainer has scored under the same weights."""
-    means = {name: looks for name, looks in history.within(SCORES).items() if len(looks) >= LEAST_LOOKS}
+    means = {name: looks for name, looks in history.looks(SCORES).items() if len(looks) >= LEAST_LOOKS}
     wrong = _engines_beyond(means, config)
     if not wrong:
         return None

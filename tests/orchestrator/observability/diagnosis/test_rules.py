@@ -109,6 +109,7 @@ def looks(step: int, kind: str, **values: float) -> dict[str, Any]:
         (lambda step: looks(step, "scores", Rollout1=0.004), "from the first look on: another dtype"),
         (lambda step: looks(step, "scores", Rollout1=0.004 * (step > 3)), "agreed at first .0.: since then"),
         (lambda step: looks(step, "scores", Rollout0=0.004, Rollout1=0.006), "^Rollout-0, Rollout-1 .* 0.005 a token,"),
+        (lambda step: looks(step, "scores", Rollout1=0.004) if step % 15 in (0, 1) else {}, "^Rollout-1 and the trainer"),
         (lambda step: looks(step, "samples", Rollout1=0.02), "^Rollout-1: samples .* 0.02 a token .*stale keys"),
         (
             lambda step: looks(step, "samples", Rollout1=0.02) | {"probe/doubled/Rollout-1": 1.0},
@@ -133,7 +134,7 @@ def test_an_engine_that_differs_is_named_with_the_cause(change: Change, words: s
 
 def test_a_single_look_and_a_scattered_temperature_name_no_engine() -> None:
     for change in (
-        lambda step: {"probe/scores/Rollout-1": 0.2} if step % 10 == 0 else {},
+        lambda step: {"probe/scores/Rollout-1": 0.2} if step == 50 else {},
         lambda step: looks(step, "samples", spread=0.02),
         lambda step: {"probe/samples/Rollout-0": 0.01, "probe/scores/Rollout-0": 0.01},  # bfloat16
     ):
