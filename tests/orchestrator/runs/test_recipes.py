@@ -13,13 +13,18 @@ from penstock.orchestrator.configuration.recipes import find_recipe
 from penstock.orchestrator.run import run
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.user_code import packaged_recipes
-from tests.run_files import metrics_of
+from tests.run_files import events_of, metrics_of
 
 MODEL = FreshModelConfig(
     num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2, words=["Calculate ", " + "]
 )
 ELSEWHERE = {"arithmetic", "arithmetic_sft", "gsm8k", "geo3k", "custom_algorithm", "moe_30b"}
 """Seen running by tests of their own; `moe_30b`, which is gsm8k with another model, is planned by one."""
+WITHOUT_ENGINES = {
+    "code_sft", "count_shapes_sft", "dpo", "guess_sft", "kto", "parallel_answers_sft", "reward_model",
+    "see_and_move_sft", "self_distill_sft", "sft", "tictactoe_sft", "tool_use_sft", "tree_sft",
+}  # fmt: skip
+"""They train on rows of a file."""
 SMALL = [
     "rollout.engine=hf", "trainer.max_steps=2", "trainer.groups_per_step=4", "evaluation.every_steps=0",
     "trainer.num_threads=1", "rollout.num_threads=1", "tracking.samples_every_steps=1", "data.size=400",
@@ -46,14 +51,18 @@ def models(tmp_path_factory):
     return directory
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE))
-def test_a_recipe_trains(recipe, models, tmp_path, cluster):
+def small_config(recipe, models, tmp_path):
     model = models / KINDS.get(recipe, "model")
     words = [f"recipe={recipe}", f"model.path={model}", f"output_dir={tmp_path}", f"name={recipe}", *SMALL]
     words += [f"model.paths.teacher={model}", f"model.paths.reward_model={models / 'scorer'}"]
     # From random weights every answer is wrong and every group agrees: nothing but length tells samples apart.
-    config = load_config([*words, *FEWER.get(recipe, ()), "reward.function=digits", "reward.options={}"])
+    return load_config([*words, *FEWER.get(recipe, ()), "reward.function=digits", "reward.options={}"])
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE))
+def test_a_recipe_trains(recipe, models, tmp_path, cluster):
+    config = small_config(recipe, models, tmp_path)
     config.rollout.router_replay = recipe == "moe"
     result = run(config, quiet=True)
     steps = metrics_of(result.directory)
@@ -70,6 +79,17 @@ def test_a_recipe_trains(recipe, models, tmp_path, cluster):
     if recipe == "reward_model":
         scorer = AutoModelForSequenceClassification.from_pretrained(result.model)
         assert scorer.config.num_labels == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE - WITHOUT_ENGINES))
+def test_probes_find_no_fault_in_an_asynchronous_run_of_vllm(recipe, models, tmp_path, cluster):
+    config = small_config(recipe, models, tmp_path)
+    config.max_staleness, config.trainer.max_steps, config.rollout.engine = 2, 14, "vllm"
+    result = run(config, quiet=True)
+    looks = [key for line in metrics_of(result.directory) for key in line if key.startswith("probe/s")]
+    assert len(looks) >= 4
+    assert "mismatch" not in [event.get("rule") for event in events_of(result.directory)]
 
 
 def test_a_recipe_on_a_base_says_only_what_differs():
