@@ -123,6 +123,9 @@ IN_WORKSPACES = """
 MEMORY_FILES = "memfd_create=319/279"
 """The call that makes files in memory. Workspaces allow it where a cgroup counts that memory; a watch does not see
 it."""
+SET_ATTRIBUTES = "setxattr=188/5 lsetxattr=189/6 fsetxattr=190/7"
+"""Calls that workspaces answer as a file system without attributes does: then `sed -i` and `cp -p` are content with the
+mode, and say nothing."""
 SOCKETS = {
     # AF_UNIX, AF_INET and AF_INET6; streams and datagrams, with whatever flags; no protocol, TCP or UDP. Others have
     # the kernel load modules.
@@ -365,9 +368,10 @@ def seccomp_program(machine: str, *, keeper: bool, is_counted: bool = True, work
         ),
         _line(JUMP_IF_EQUAL, 0, 1, call_numbers(CLONE3, machine)[0]),
         _line(RETURN, operand=FAIL | errno.ENOSYS),
-        _line(RETURN, operand=FAIL | errno.EPERM),
     ]
-    return b"".join(lines)
+    for number in call_numbers(SET_ATTRIBUTES if workspace else "", machine):
+        lines += [_line(JUMP_IF_EQUAL, 0, 1, number), _line(RETURN, operand=FAIL | errno.EOPNOTSUPP)]
+    return b"".join([*lines, _line(RETURN, operand=FAIL | errno.EPERM)])
 
 
 def call_numbers(names: str, machine: str) -> list[int]:
