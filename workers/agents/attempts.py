@@ -136,15 +136,16 @@ class AttemptRunner:
         of the runner. It waits while as many are under way as the engines have memory for. Raises what ends a run:
         engines that are gone for good."""
         make = make_sampler or self.make_sampler
-        async with (self._gate if make_sampler is None else self._gate_apart).place(sampling.priority):
-            for number in range(self._config.retries):
-                if (found := await self._attempt(task, make(sampling), is_last=False)) is not None:
-                    return found
-                self.counts["attempts_retried"] += 1
-                await asyncio.sleep(PAUSE_S * 2**number)
-            found = await self._attempt(task, make(sampling), is_last=True)
-            assert found is not None
-            return found
+        gate = self._gate if make_sampler is None else self._gate_apart
+        number = 0
+        while True:
+            async with gate.place(sampling.priority):
+                found = await self._attempt(task, make(sampling), is_last=number == self._config.retries)
+            if found is not None:
+                return found
+            self.counts["attempts_retried"] += 1
+            await asyncio.sleep(PAUSE_S * 2**number)  # without a place: another attempt has it meanwhile
+            number += 1
 
     async def _attempt(self, task: Task, sampler: TurnSampler, *, is_last: bool) -> Trajectory | None:
         """Play it once. None: it is to be played again, unless this was the last time."""

@@ -1,5 +1,6 @@
 """What an attempt needs is made before it and given back after it, and is tried again where it fails."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from penstock.conf.errors import InfrastructureError
 from penstock.workers.agents import attempts
 from penstock.workers.agents.environment import Task
 from penstock.workers.agents.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED
-from tests.workers.agents.played import play
+from penstock.workers.protocols import Sampling
+from tests.workers.agents.played import ScriptedEngines, make_runner, play
 
 ASKED = [{"role": "user", "content": "hello"}]
 
@@ -135,3 +137,23 @@ def test_an_attempt_without_time_is_given_back_too() -> None:
     attempt, _ = play(environment, say, timeout_s=0.5, max_turns=10**6, max_tokens=10**6, max_model_len=10**6)
     assert (attempt.outcome.kind, attempt.outcome.reason) == (TRUNCATED, "time")
     assert environment.calls == ["setup", "teardown"]
+
+
+def test_an_attempt_that_waits_to_be_played_again_leaves_its_place_to_another() -> None:
+    class Flaky(Surrounded):
+        async def setup(self, task: Task, ctx: Any) -> None:
+            self.calls.append(f"setup {task.id}")
+            if self.calls == ["setup a"]:
+                raise OSError("no container")
+
+        async def run(self, task: Task, ctx: Any) -> None:
+            await ctx.sample(ASKED)
+
+    environment = Flaky()
+    runner = make_runner(environment, ScriptedEngines(say), max_attempts=1)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(runner.attempt(Task(name, 0, {}), Sampling(max_tokens=8)) for name in "ab"))
+
+    asyncio.run(scenario())
+    assert [call for call in environment.calls if call.startswith("setup")] == ["setup a", "setup b", "setup a"]
