@@ -116,9 +116,10 @@ class Cgroup:
         return _number(self._usage, b"usage_usec ") / 1e6 if self.version == 2 else _number(self._usage, b"") / 1e9
 
     def remove(self) -> None:
-        for file in {self._events, self._usage} - {-1}:
+        files = {self._events, self._usage} - {-1}
+        self._events = self._usage = -1  # before they are closed: another thread may read
+        for file in files:
             os.close(file)
-        self._events = self._usage = -1
         _remove(self.directories if self._is_own else [])
 
 

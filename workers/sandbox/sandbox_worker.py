@@ -7,6 +7,7 @@ never reads them. Input is sealed, and no process waits for a pipe that another 
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import platform
 import signal
@@ -14,7 +15,6 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,7 @@ from penstock.workers.sandbox.cgroup import Cgroup, UsageWatch
 from penstock.workers.sandbox.execution import CPU_SLACK_S, Ending, Limits
 from penstock.workers.sandbox.fence import DEVICES, ETC, FencePrograms, WorkspaceView, command, seccomp_program
 
+_LOG = logging.getLogger("penstock")
 START_S = 30.0
 """Seconds for a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
 GRACE_S = 2.0
@@ -166,8 +167,13 @@ class FenceWorker:
 
     def close(self) -> None:
         """Take the fence down, with all that is in it. May be called twice; waits for its processes up to `END_S`."""
+        if self._cut_off():
+            self._remove()
+
+    def _cut_off(self) -> bool:
+        """Have the kernel end all that is in the fence. Returns False if that was done before."""
         if not self.is_open:
-            return
+            return False
         self.is_open = False
         if self._readiness is not None and not self._readiness.done():
             self._readiness.get_loop().remove_reader(self.control)
@@ -177,12 +183,18 @@ class FenceWorker:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.handle, signal.SIGKILL)
             os.close(self.handle)
+        return True
+
+    def _remove(self) -> None:
+        """Wait until the processes are gone, and remove their control group."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S if self.keeper else 0.2)
         if self.process.returncode is None:
             self.process.kill()
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                _LOG.warning("sandbox: process %d of a fence does not end, though it was killed", self.process.pid)
         if self.cgroup is not None:
             self.cgroup.remove()
 
@@ -196,10 +208,7 @@ class FenceWorker:
         self.ready = message.decode()
         self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
         self.handle = os.pidfd_open(self.keeper)
-        try:
-            self.cgroup = await _in_thread(Cgroup.around, self.keeper, self.limits)
-        except OSError as error:
-            self.without_cgroup = str(error)
+        await self._join_cgroup()
         if self.limits.require_cgroup and (lack := self._lack()):
             raise SandboxUnavailable(
                 f"sandbox.require_cgroup=true: {lack}, so none of it runs. docs/sandbox.md says how to be given one; "
@@ -207,6 +216,22 @@ class FenceWorker:
                 "group holds them."
             )
         self.control.send(b"counted" if self.cgroup is not None else b"uncounted")
+
+    async def _join_cgroup(self) -> None:
+        """Make the control group in a thread, as systemd may take its time. Whoever is cancelled waits for it, so that
+        the group is removed with the fence."""
+        making = asyncio.create_task(asyncio.to_thread(Cgroup.around, self.keeper, self.limits))
+        try:
+            await asyncio.wait([making])
+        except asyncio.CancelledError:
+            await asyncio.wait([making])
+            raise
+        finally:
+            if making.done():
+                try:
+                    self.cgroup = making.result()
+                except OSError as error:
+                    self.without_cgroup = str(error)
 
     def _lack(self) -> str:
         """A text that says what keeps a control group from bounding memory and counting processor time; empty for
@@ -280,22 +305,6 @@ class UsageMeter:
     def was_killed(self) -> bool:
         """Return whether the kernel ended a process for its memory."""
         return self._cgroup is not None and self._cgroup.num_killed() > self._killed
-
-
-async def _in_thread(call: Callable[..., Cgroup], *arguments: Any) -> Cgroup:
-    """Make a control group in a thread, as systemd may take its time. A group that is made after this is cancelled is
-    removed."""
-    making = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(_remove_unwanted)
-        raise
-
-
-def _remove_unwanted(making: "asyncio.Future[Cgroup]") -> None:
-    if not making.cancelled() and making.exception() is None:
-        making.result().remove()
 
 
 def _spawned(words: list[str], inherited: list[int], stderr: int) -> "subprocess.Popen[bytes]":

@@ -98,12 +98,15 @@ class Workspace:
         self._host, self._spec, self.worker = host, spec, worker
         self._lock = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_open = True
 
     async def __aenter__(self) -> "Workspace":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+        with time_limit_paused():
+            await self.worker.closed()
 
     @property
     def kind(self) -> str:
@@ -182,12 +185,12 @@ class Workspace:
             return ProgramOutcome("", str(error), 1, 0.0, 0.0, "changes")
 
     def close(self) -> None:
-        """End the workspace and all that runs in it. May be called twice."""
+        """End the workspace and all that runs in it, without waiting. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
         self.worker.close()
-        if self in self._host.alive:
-            self._host.alive.discard(self)
+        if self._is_open:
+            self._is_open = False
             self._host.release(self._spec.source)
 
     async def _run(self, words: list[str], timeout_s: float | None, stdin: str | bytes) -> ProgramOutcome:
@@ -261,7 +264,8 @@ class Workspaces:
         self._checked: set[bool] = set()
         self._starting = asyncio.Lock()
         self._is_closed = False
-        self.alive: set[Workspace] = set()
+        self._workers: weakref.WeakSet[WorkspaceWorker] = weakref.WeakSet()
+        """Fences, the closed ones as long as a thread waits for their end."""
         self.first_kind = "overlay"
         """Kind of trees that is tried first."""
 
@@ -313,7 +317,6 @@ class Workspaces:
         with time_limit_paused():
             worker = await self._worker(spec)
         workspace = Workspace(self, spec, worker)
-        self.alive.add(workspace)
         self._users[spec.source] += 1
         try:
             if request is not None and snapshot is not None:
@@ -324,15 +327,15 @@ class Workspaces:
         return workspace
 
     async def close(self) -> None:
-        """End all workspaces, and give their trees up."""
+        """End all workspaces, and give their trees up. What does not end in time is logged."""
         self._is_closed = True
-        for workspace in list(self.alive):
-            workspace.close()
-        ending = [*self._closing, *map(_closed, self._standby.values())]
-        trees = list(self._trees.values())
+        starting = [*map(_closed, self._standby.values())]
         self._standby.clear()
+        await asyncio.gather(*self._closing, *starting, return_exceptions=True)
+        await asyncio.gather(*(worker.closed() for worker in self._workers))
+        trees = list(self._trees.values())
         self._trees.clear()
-        await asyncio.gather(*ending, *map(_close_tree, trees), return_exceptions=True)
+        await asyncio.gather(*map(_close_tree, trees), return_exceptions=True)
 
     def release(self, source: Path) -> None:
         """Note that a workspace of this source is closed. Where it was the last one, no fence stands by for others, and
@@ -404,6 +407,7 @@ class Workspaces:
         machine = self._machine
         assert machine is not None
         worker = await WorkspaceWorker.start(machine, spec.limits, False, spec.view, self.first_kind)
+        self._workers.add(worker)
         try:
             async with self._starting:
                 if (has_cgroup := worker.cgroup is not None) not in self._checked:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError, InfrastructureError, NotStarted, WorkspaceError
-from penstock.workers.sandbox import inside_workspace
+from penstock.workers.sandbox import inside_workspace, workspace_worker
 from penstock.workers.sandbox import workspace as workspace_module
 from penstock.workers.sandbox.cgroup import descendants
 from penstock.workers.sandbox.execution import MIB, Limits
@@ -386,6 +386,47 @@ def test_a_lost_fence_is_the_machines_failure_and_not_the_policys(room, ws):
         room.run(ws, "sleep 60")
     with pytest.raises(InfrastructureError):
         room.run(ws, "echo 1")
+
+
+def test_the_loop_runs_on_while_the_memory_of_a_closed_workspace_is_freed(repository, monkeypatch):
+    room, may_end, ended = Room(repository), threading.Event(), []
+    kept, slow = room.open(), room.open()
+    remove = slow.worker._remove
+
+    def removed() -> None:
+        assert may_end.wait(GONE_S)
+        remove()
+        ended.append(slow.worker.process.returncode)
+
+    monkeypatch.setattr(slow.worker, "_remove", removed)
+
+    async def closed() -> None:
+        leaving = asyncio.create_task(slow.__aexit__())
+        assert (await kept.run("echo 1")).stdout == "1\n"
+        assert not leaving.done()
+        leaving.cancel()
+        closing = asyncio.create_task(room.workspaces.close())
+        while kept.worker.process.returncode is None:
+            await asyncio.sleep(0.01)
+        assert not closing.done()
+        may_end.set()
+        await closing
+        assert len(ended) == 1
+
+    room.do(closed())
+    room.close()
+
+
+@in_a_loop
+async def test_closing_waits_no_longer_than_its_deadline(repository, monkeypatch, caplog):
+    monkeypatch.setattr(workspace_worker, "CLOSE_S", 0.05)
+    workspaces, may_end = Workspaces(), threading.Event()
+    async with workspaces.open(repository) as ws:
+        remove = ws.worker._remove
+        monkeypatch.setattr(ws.worker, "_remove", lambda: may_end.wait(GONE_S) and remove())
+    await workspaces.close()
+    assert f"process {ws.worker.process.pid} of its fence is not gone after 0.05 s" in caplog.text
+    may_end.set()
 
 
 def test_many_trees_leave_few_on_disk_and_no_fences_that_stand_by(tmp_path, monkeypatch):
