@@ -22,6 +22,7 @@ MEASURES = {
     "tool_use": ["accuracy/heldout"],
     "code": ["accuracy/heldout"],
     "agent": ["accuracy/heldout"],
+    "repair": ["accuracy/heldout"],
     "best_of_n": ["accuracy/heldout", "accuracy/best_of_8"],
     "parallel_answers": ["accuracy/heldout", "accuracy/alone"],
     "tree": ["accuracy/heldout"],

@@ -21,7 +21,7 @@ MODEL = FreshModelConfig(
 ELSEWHERE = {"arithmetic", "arithmetic_sft", "gsm8k", "geo3k", "custom_algorithm", "moe_30b"}
 """Seen running by tests of their own; `moe_30b`, which is gsm8k with another model, is planned by one."""
 WITHOUT_ENGINES = {
-    "code_sft", "count_shapes_sft", "dpo", "guess_sft", "kto", "parallel_answers_sft", "reward_model",
+    "code_sft", "count_shapes_sft", "dpo", "guess_sft", "kto", "parallel_answers_sft", "repair_sft", "reward_model",
     "see_and_move_sft", "self_distill_sft", "sft", "tictactoe_sft", "tool_use_sft", "tree_sft",
 }  # fmt: skip
 """They train on rows of a file."""
@@ -30,7 +30,8 @@ SMALL = [
     "trainer.num_threads=1", "rollout.num_threads=1", "tracking.samples_every_steps=1", "data.size=400",
 ]  # fmt: skip
 FEWER = dict.fromkeys(
-    ("agent", "guess", "parallel_answers", "see_and_move", "tictactoe", "tool_use", "tree"), ("algorithm.group_size=4",)
+    ("agent", "guess", "parallel_answers", "repair", "see_and_move", "tictactoe", "tool_use", "tree"),
+    ("algorithm.group_size=4",),
 )
 """Attempts of several turns each."""
 KINDS = {"moe": "mixture"} | dict.fromkeys(
