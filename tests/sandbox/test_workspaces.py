@@ -123,6 +123,40 @@ def test_no_connection_leads_out_or_to_another_workspace(room, attacked):
     other.close()
 
 
+def test_who_reaches_one_address_reaches_no_other(room, attacked):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as given,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.create_server(("0.0.0.0", 0)) as everywhere,
+    ):
+        port = given.getsockname()[1]
+        own = [
+            ("127.0.0.1", other.getsockname()[1]),
+            ("127.0.0.1", everywhere.getsockname()[1]),
+            ("::1", port),
+            ("127.0.0.2", port),
+        ]
+        targets = [*own, ("192.0.2.1", port), (socket.gethostbyname(socket.gethostname()), everywhere.getsockname()[1])]
+        source = f"""
+import errno, socket
+socket.create_connection(("127.0.0.1", {port}), 1).close()
+for target in {targets}:
+    try:
+        socket.create_connection(target, 1)
+        print("reached", target)
+    except OSError:
+        pass
+try:
+    socket.create_server(("127.0.0.1", {port}), reuse_port=True)
+    print("took its place")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""
+        room.do(attacked.write("/tmp/attack.py", source))
+        outcome = room.do(attacked.run("python3 -B /tmp/attack.py", reach=f"http://127.0.0.1:{port}/v1"))
+        assert (outcome.stdout, outcome.stderr) == ("EADDRINUSE\n", "")
+
+
 async def _ended(task) -> None:
     try:
         await task

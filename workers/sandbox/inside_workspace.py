@@ -48,6 +48,7 @@ OWN_UPPER = NUM_FILES
 UPPER = f"/proc/self/fd/{OWN_UPPER}"
 OPAQUE = "user.overlay.opaque"
 NUM_DESCRIPTORS = 1024
+LISTEN, LOOPBACK, BACKLOG = b"listen ", "127.0.0.1", 64
 SAME_READ_BYTES = 1 << 20
 PACKED_LINE_BYTES = 1024
 """Bytes of a change's line, by a generous guess: its path and facts."""
@@ -97,6 +98,22 @@ class WorkspaceKeeper(Keeper):
                 self.control.send(b"reset")
             elif message == b"rest":
                 self._rest()
+            elif message.startswith(LISTEN):
+                self._listen(int(message.removeprefix(LISTEN)))
+
+    def _listen(self, port: int) -> None:
+        """Hand the worker a socket that listens on loopback: it belongs to this network, whoever has it."""
+        listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            listener.bind((LOOPBACK, port))
+            listener.listen(BACKLOG)
+            descriptor = listener.fileno().to_bytes(4, sys.byteorder)
+            self.control.sendmsg([b"listening"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptor)])
+        except OSError as error:
+            self.control.send(str(error).encode())
+        finally:
+            listener.close()
 
     def _execute(self, files: list[int], wall_s: float) -> dict[str, Any]:
         started = time.perf_counter()

@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from penstock.workers.runtime.async_tasks import time_limit_paused
 from penstock.workers.sandbox.execution import MIB, Ending, Limits, ProgramOutcome, outcome_of
 from penstock.workers.sandbox.fence import UID, FencePrograms, WorkspaceView
 from penstock.workers.sandbox.original_tree import OriginalTree
+from penstock.workers.sandbox.relay import reaching
 from penstock.workers.sandbox.sandbox import BlockingSandbox, check
 from penstock.workers.sandbox.sandbox_worker import memory_file
 from penstock.workers.sandbox.workspace_worker import IDLE_S, WorkspaceWorker
@@ -118,9 +119,19 @@ class Workspace:
         """A text that says which limits hold here."""
         return self.worker.enforced
 
-    async def run(self, command: str, timeout_s: float | None = None, stdin: str | bytes = b"") -> ProgramOutcome:
-        """Run a command of `sh` in the tree's directory. `timeout_s`: below the limits'."""
-        return await self._run(["/bin/sh", "-c", command], timeout_s, stdin)
+    async def run(
+        self,
+        command: str,
+        timeout_s: float | None = None,
+        stdin: str | bytes = b"",
+        *,
+        reach: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> ProgramOutcome:
+        """Run a command of `sh` in the tree's directory. `timeout_s`: below the limits'. `reach`: a URL, such as
+        `ctx.base_url`, whose host alone this command reaches, at 127.0.0.1 and the URL's port. `variables`: of its
+        environment, besides the workspace's. Raises `ConfigError`, `WorkspaceError` for a `reach` that cannot be."""
+        return await self._run(["/bin/sh", "-c", command], timeout_s, stdin, reach, variables)
 
     def shell(self, name: str = "main") -> "Shell":
         """A shell (bash) that keeps directory, variables and functions from command to command. A fork's shell of the
@@ -193,9 +204,18 @@ class Workspace:
             self._is_open = False
             self._host.release(self._spec.source)
 
-    async def _run(self, words: list[str], timeout_s: float | None, stdin: str | bytes) -> ProgramOutcome:
-        request = {"do": "run", "words": words, "environment": self._host.environment(self._spec)}
-        return outcome_of(await self._execute(request, _bytes(stdin), timeout_s), self._spec.limits)
+    async def _run(
+        self,
+        words: list[str],
+        timeout_s: float | None,
+        stdin: str | bytes,
+        reach: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> ProgramOutcome:
+        environment = self._host.environment(self._spec) | dict(variables or {})
+        request = {"do": "run", "words": words, "environment": environment}
+        ending = await self._execute(request, _bytes(stdin), timeout_s, reach=reach)
+        return outcome_of(ending, self._spec.limits)
 
     async def _own(self, request: dict[str, Any], content: bytes | Snapshot = b"", answer: int = -1) -> Ending:
         """Make a request about the tree itself. Raises `WorkspaceError`."""
@@ -210,9 +230,15 @@ class Workspace:
         return ending
 
     async def _execute(
-        self, request: dict[str, Any], content: bytes | Snapshot, timeout_s: float | None, answer: int = -1
+        self,
+        request: dict[str, Any],
+        content: bytes | Snapshot,
+        timeout_s: float | None,
+        answer: int = -1,
+        reach: str = "",
     ) -> Ending:
-        async with self._lock, self._host.place():
+        # What reaches others waits for them most of its time, and takes no place.
+        async with self._lock, nullcontext() if reach else self._host.place():
             if self._timer is not None:
                 self._timer.cancel()
             try:
@@ -222,7 +248,8 @@ class Workspace:
                         files.callback(os.close, typed)
                     else:
                         typed = memory_file(files, content, sealed=True)
-                    return await self.worker.execute_with(files, request, typed, timeout_s, answer)
+                    async with reaching(self.worker, reach) if reach else nullcontext():
+                        return await self.worker.execute_with(files, request, typed, timeout_s, answer)
             finally:
                 self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.worker.rest)
 

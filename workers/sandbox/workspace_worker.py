@@ -7,20 +7,22 @@ rests, and no interpreter is left behind the fence.
 
 import asyncio
 import logging
+import socket
+import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from penstock.conf.errors import InfrastructureError
+from penstock.conf.errors import InfrastructureError, WorkspaceError
 from penstock.workers.sandbox.execution import Ending, Limits
-from penstock.workers.sandbox.sandbox_worker import GRACE_S, START_S, FenceWorker, UsageMeter
+from penstock.workers.sandbox.sandbox_worker import CREDENTIALS, GRACE_S, START_S, FenceWorker, UsageMeter
 
 _LOG = logging.getLogger("penstock")
 IDLE_S = 2.0
 """Seconds after which an idle keeper rests. To wake it takes 50 ms, less than a model needs for its next command."""
 CLOSE_S = 30.0
 """Seconds for the processes of a fence that is closed to be gone; takes 0.1 s for 300 MB of changes."""
-END, REST, RESET, WAKE = b"end", b"rest", b"reset", b"\n"
+END, REST, RESET, LISTEN, WAKE = b"end", b"rest", b"reset", b"listen %d", b"\n"
 
 
 class WorkspaceWorker(FenceWorker):
@@ -91,6 +93,27 @@ class WorkspaceWorker(FenceWorker):
         await self._attend()
         self._ask(RESET)
         await self._read_owed()
+
+    async def listener(self, port: int) -> socket.socket:
+        """A socket that listens on loopback in the workspace's network. Raises `WorkspaceError`."""
+        await self._attend()
+        self._ask(LISTEN % port)
+        try:
+            async with asyncio.timeout(START_S):
+                await self._readable()
+            self._num_unread -= 1
+            space = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(4)
+            message, ancillary, _, _ = self.control.recvmsg(4096, space, socket.MSG_CMSG_CLOEXEC)
+            if not message:
+                raise ConnectionError("the program inside ended")
+        except (OSError, TimeoutError) as error:
+            self._lost(f"does not answer ({error or type(error).__name__})")
+        for _, kind, data in ancillary:
+            if kind == socket.SCM_RIGHTS:
+                listener = socket.socket(fileno=int.from_bytes(data, sys.byteorder))
+                listener.setblocking(False)
+                return listener
+        raise WorkspaceError(f"workspace: nothing can listen on its port {port}: {message.decode()}")
 
     def rest(self) -> None:
         """Leave no interpreter behind the fence until the next request."""
