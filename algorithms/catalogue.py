@@ -43,6 +43,7 @@ from penstock.algorithms.graph.columns import (
     Column,
 )
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.policies import with_policies
 from penstock.algorithms.graph.stage import Stage
 from penstock.algorithms.registry import ALGORITHMS as ALGORITHMS
 from penstock.algorithms.registry import Algorithm
@@ -77,6 +78,7 @@ def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
         flow = with_rewards(flow, config.rewards)
     if config.environment.name is not None and not flow.has_environment:
         flow = in_environment(flow)
+    flow = with_policies(flow)
     masked = config.rollout.truncated_to("mask")
     if masked and MASKED not in flow.columns:
         flow = with_masked(flow.check(), masked)

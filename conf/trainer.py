@@ -1,10 +1,11 @@
 """The update of the policy."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.conf.capabilities import TRAINERS, TrainerCapabilities, names_with
 from penstock.conf.checks import AUTO, POSITIVE, at_least, auto_or_number, check_bounds, divides, one_of, within
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, suggest
 
 DEFAULT_TOKENS = 8192
 """Tokens of a micro-batch where a GPU's memory is unknown."""
@@ -58,6 +59,20 @@ class OptimizerConfig:
                 "[0.9,0.95]."
             )
         one_of("trainer.optimizer.schedule", self.schedule, SCHEDULES)
+
+
+@dataclass
+class PolicyConfig:
+    """What one of several policies has of its own."""
+
+    every: int = 1
+    """Learn in steps whose number this divides. Its rows of the steps between are left out, and its weights stay as
+    they are. 1: in every step."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Keys of trainer.optimizer with other values for this policy, such as {lr: 3e-4}."""
+
+    def __post_init__(self) -> None:
+        at_least("trainer.policies.<name>.every", self.every, 1)
 
 
 @dataclass
@@ -226,6 +241,9 @@ class TrainerConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA of everything that is trained, the critic included. Engine fsdp only."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    policies: dict[str, PolicyConfig] = field(default_factory=dict)
+    """What the policies of a dataflow that trains several have of their own, by their names in flow.train. Each is an
+    adapter (trainer.lora) of one model."""
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the
     policy."""
@@ -326,6 +344,16 @@ class TrainerConfig:
     def stays_on_device(self) -> bool:
         """True if states stay on the GPU while engines generate; as long as nobody has chosen, they do not."""
         return self.stay_on_device is True
+
+    def optimizer_of(self, policy: str) -> OptimizerConfig:
+        """Settings of the optimizer of a policy. Raises `ConfigError` for an unknown key."""
+        own = self.policies[policy].optimizer if policy in self.policies else {}
+        if unknown := next((key for key in own if key not in OptimizerConfig.__dataclass_fields__), None):
+            raise ConfigError(
+                f"trainer.policies.{policy}.optimizer.{unknown}: unknown"
+                f"{suggest(unknown, OptimizerConfig.__dataclass_fields__)}"
+            )
+        return replace(self.optimizer, **own)
 
     @property
     def freezes_tower(self) -> bool:

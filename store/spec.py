@@ -76,7 +76,7 @@ class StoreSpec:
             columns=tuple(columns.values()),
             source_columns=tuple(column.name for column in flow.stage("source").writes),
             stages=tuple(stages),
-            group_size=flow.samples_per_prompt,
+            group_size=flow.rows_per_group,
             groups_per_step=config.trainer.groups_per_step,
             max_active_groups=config.max_active_groups,
             max_staleness=config.max_staleness,

@@ -49,6 +49,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("picture_ranges", "int32", "list", per_group=True),  # [offset, length] of each in `prompt_ids`
         Column("response_ids", "int32", "token"),
         Column("response_text", "string"),
+        Column("policy", "string"),  # which has sampled the row, where several are trained
         Column("finish_reason", "string"),  # stop, length, or the limit of a trajectory
         Column("behavior_logprobs", "float32", "token"),  # of the engine, under the sampling distribution
         Column("token_versions", "int32", "token"),  # weight version that each token was sampled under
@@ -80,6 +81,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
 }
 
 ROUTED_EXPERTS = "routed_experts"
+POLICY = "policy"
 CANDIDATES, CANDIDATE_LOGPROBS = "candidate_ids", "candidate_logprobs"
 """The column of tokens that the trainer scores beside those of the response, and the argument by which a loss gets
 their log-probabilities, `[B, T, J]` with gradient."""

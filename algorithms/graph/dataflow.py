@@ -8,7 +8,7 @@ algorithm. `algorithms/builtin/grpo.py` and its like (or a user) build it, `Data
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,9 @@ from penstock.algorithms.graph.columns import (
 )
 from penstock.algorithms.graph.stage import (
     PROVIDED_BY_TRAINER,
+    ByPolicy,
     Stage,
+    TrainedPolicy,
     check_stages,
     name_of,
     pair_responses,
@@ -158,7 +160,7 @@ class Dataflow:
 
     def compute(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | Mapping[str, Callable[..., Any]],
         *,
         reads: Sequence[str],
         writes: Sequence[str | Column],
@@ -169,7 +171,8 @@ class Dataflow:
         """Call a pure function of columns, with a keyword a column read.
 
         Sample columns come as `[G]` tensors over the unit's rows, token columns as lists of `[T_i]` tensors; the result
-        is one such value, or a tuple of them in the order of `writes`. A parameter `group_ids` gets int64 `[G]`.
+        is one such value, or a tuple of them in the order of `writes`. A parameter `group_ids` gets int64 `[G]`. Where
+        several policies are trained it is called on the rows of each; a mapping gives each policy a function.
 
         `per`: "sample", "group", or "batch": then the trainers call it on the rows of the whole step, before the
         update, and only a loss or another "batch" stage can read what it writes.
@@ -179,6 +182,7 @@ class Dataflow:
         rank computes its own. Checkpoints hold it, so it is plain data (numbers, strings, bytes, containers and arrays
         of them) or a dataclass of it. Its `metrics`, if it has any, are reported.
         """
+        function = ByPolicy(function) if isinstance(function, Mapping) else function
         stage_name = name or name_of(function, "compute")
         columns = _columns(tuple(writes), stage_name)
         return self._add(Stage(stage_name, "compute", per, tuple(reads), columns, function=function, state=state))
@@ -202,14 +206,31 @@ class Dataflow:
     def train(self, model: str = "policy", *, loss: Callable[..., Any], aggregation: str = "token_mean") -> "Dataflow":
         """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are
         named: columns, what the trainer provides (`PROVIDED_BY_TRAINER` in `stage.py`), or `inputs`, a `LossInputs`.
-        `aggregation`: of a loss that returns a value for each token; see `aggregate`."""
+        `aggregation`: of a loss that returns a value for each token; see `aggregate`.
+
+        Called again with another name it trains one more policy in the same step, on the rows that this one has
+        sampled (`ctx.sample(..., policy=model)`)."""
         from penstock.algorithms.graph.loss import wrap_loss  # late: it imports torch, and the store reads graphs
 
         loss = wrap_loss(loss, aggregation)
         required, optional = _loss_columns(loss)
         reads = tuple(dict.fromkeys(("prompt_ids", "response_ids", *required)))
-        stage = Stage("train", "train", "batch", reads, (), model=model, function=loss, optional_reads=optional)
-        return self._add(stage)
+        earlier = self.of_kind("train")
+        policies = (*(policy for stage in earlier for policy in stage.policies), TrainedPolicy(model, loss))
+        if len({policy.name for policy in policies}) < len(policies):
+            raise DataflowError(
+                f"policy {model!r} is there twice; add up the two losses in one function, and call flow.train once "
+                "with it, or train another model with the second."
+            )
+        if not earlier:
+            stage = Stage("train", "train", "batch", reads, (), model=model, function=loss, optional_reads=optional)
+            return self._add(replace(stage, policies=policies))
+        (stage,) = earlier
+        reads = tuple(dict.fromkeys((*stage.reads, *reads)))
+        optional = tuple(dict.fromkeys((*stage.optional_reads, *optional)))
+        both = replace(stage, reads=reads, optional_reads=optional, policies=policies)
+        self.stages = [both if one is stage else one for one in self.stages]
+        return self
 
     def _add(self, stage: Stage) -> "Dataflow":
         if any(stage.name == other.name for other in self.stages):
@@ -243,6 +264,16 @@ class Dataflow:
     def has_environment(self) -> bool:
         """True if the rows are trajectories."""
         return any(stage.in_environment for stage in self.stages)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies that are trained."""
+        return tuple(policy.name for stage in self.of_kind("train") for policy in stage.policies)
+
+    @property
+    def rows_per_group(self) -> int:
+        """Rows of a group: a row a sample; where several policies are trained, one of each in an attempt."""
+        return self.samples_per_prompt * max(1, len(self.policies))
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -281,7 +312,6 @@ _INSTEAD_OF_TWO = {
     "values": "call flow.values once: any number of losses may read old_values",
     "staleness": "call flow.staleness once: any number of stages may read the column",
     "critic": "add up the two losses in one function, and call flow.train_critic once with it",
-    "train": "add up the two losses in one function, and call flow.train once with it",
 }
 """What a graph can have instead of a second stage, by the stage's kind."""
 

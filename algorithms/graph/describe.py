@@ -87,7 +87,7 @@ def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
         "values": f"what {stage.model} expects",
         "staleness": "updates since each token",
         "critic": f"{stage.model}, {name}",
-        "train": f"{stage.model}, {name}",
+        "train": "; ".join(f"{policy.name}, {name_of(policy.loss, '')}" for policy in stage.policies),
     }
     where = " (in the trainer)" if stage.is_in_trainer else ""
     return f"{stage.name}  per {stage.unit}", details[stage.kind] + where

@@ -8,11 +8,11 @@ Legend: G samples of one group, two here; T_i tokens of a response.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.algorithms.graph.columns import CANDIDATE_LOGPROBS, Column
+from penstock.algorithms.graph.columns import CANDIDATE_LOGPROBS, POLICY, Column
 from penstock.conf.errors import DataflowError, suggest
 
 T = TypeVar("T")
@@ -24,6 +24,14 @@ PROVIDED_BY_TRAINER = (
     "logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids", "values", "scores", CANDIDATE_LOGPROBS
 )  # fmt: skip
 """Arguments of a loss that are no columns: see `workers/trainer/update/minibatches.py`."""
+
+
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """A policy of the train stage."""
+
+    name: str
+    loss: Function
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Stage:
     names."""
     in_environment: bool = False
     """True for a rollout in which an environment has the policy sample, in any number of turns (`catalogue.py`)."""
+    policies: tuple[TrainedPolicy, ...] = ()
+    """Policies that a train stage updates, in this order; `model` and `function` are those of the first."""
 
     @property
     def is_in_trainer(self) -> bool:
@@ -67,13 +77,20 @@ class Stage:
     @property
     def is_scored(self) -> bool:
         """True for a model with a scalar head for whole responses, served or trained."""
-        trained = self.kind == "train" and "scores" in inspect.signature(self.function).parameters  # type: ignore[arg-type]
-        return self.kind == "scores" or trained
+        return self.kind == "scores" or self._has_loss_with("scores")
 
     @property
     def takes_groups(self) -> bool:
-        """True if the loss compares the samples of a group, so that none is cut apart."""
-        return self.kind == "train" and GROUP_IDS in inspect.signature(self.function).parameters  # type: ignore[arg-type]
+        """True if a loss compares the samples of a group, so that none is cut apart."""
+        return self._has_loss_with(GROUP_IDS)
+
+    @property
+    def losses(self) -> list[Function]:
+        """Losses of a train stage."""
+        return [policy.loss for policy in self.policies] or [self.function]  # type: ignore[list-item]
+
+    def _has_loss_with(self, parameter: str) -> bool:
+        return self.kind == "train" and any(parameter in inspect.signature(loss).parameters for loss in self.losses)
 
 
 Stages = Sequence[Stage]
@@ -220,6 +237,70 @@ class ParameterAlias:
     def __call__(self, **arguments: Any) -> Any:
         arguments[self.parameter] = arguments.pop(self.column)
         return self.function(**arguments)
+
+
+class ByPolicy:
+    """A function of columns that is called on the rows of each policy by themselves, or one function a policy. Pickles
+    where they do.
+
+    >>> import torch
+    >>> mean = ByPolicy(lambda reward: reward - reward.mean())
+    >>> mean(policy=["solver", "proposer", "solver"], reward=torch.tensor([1.0, 5.0, 3.0]))
+    tensor([-1.,  0.,  1.])
+    """
+
+    def __init__(self, functions: Function | Mapping[str, Function]) -> None:
+        """`functions`: by policy, or one for all. A column goes to those that have a parameter of its name."""
+        self._functions = functions
+        self.names = tuple(functions) if isinstance(functions, Mapping) else ()
+        """Policies that have a function of their own; empty if all have the same."""
+        self.__name__ = name_of(self._each[0], "compute")
+
+    @property
+    def _each(self) -> list[Function]:
+        return list(self._functions.values()) if isinstance(self._functions, Mapping) else [self._functions]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        parameters = {POLICY: inspect.Parameter(POLICY, inspect.Parameter.KEYWORD_ONLY)}
+        for function in self._each:
+            for name, parameter in inspect.signature(function).parameters.items():
+                parameters.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        return inspect.Signature(list(parameters.values()))
+
+    def __call__(self, *, policy: Sequence[str], **columns: Any) -> Any:
+        places = {name: [at for at, one in enumerate(policy) if one == name] for name in dict.fromkeys(policy)}
+        found = {name: self._call(name, columns, rows) for name, rows in places.items()}
+        first = next(iter(found.values()))
+        if not isinstance(first, tuple):
+            return _joined(found, places)
+        return tuple(
+            _joined({name: values[number] for name, values in found.items()}, places) for number in range(len(first))
+        )
+
+    def _call(self, name: str, columns: Mapping[str, Any], rows: list[int]) -> Any:
+        function = self._functions[name] if isinstance(self._functions, Mapping) else self._functions
+        parameters = inspect.signature(function).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        own = {key: values for key, values in columns.items() if takes_all or key in parameters}
+        return function(**{
+            key: [values[row] for row in rows] if isinstance(values, list) else values[rows]
+            for key, values in own.items()
+        })  # fmt: skip
+
+
+def _joined(found: Mapping[str, Any], places: Mapping[str, list[int]]) -> Any:
+    """Values of all rows in their order, from those of each policy: lists, tensors, or a bool for all of its rows."""
+    import torch  # late: nothing else here needs it
+
+    rows = {row: (name, number) for name, own in places.items() for number, row in enumerate(own)}
+    values = [
+        found[name] if isinstance(found[name], bool) else found[name][number]
+        for name, number in (rows[row] for row in range(len(rows)))
+    ]
+    if any(isinstance(each, list) for each in found.values()):
+        return values
+    return torch.stack([torch.as_tensor(one) for one in values])
 
 
 def name_of(function: object, otherwise: str) -> str:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
+from penstock.conf.trainer import PolicyConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.configuration.compose import load_config, make_paths_absolute
 from penstock.orchestrator.configuration.recipes import load_file
@@ -54,7 +56,35 @@ def resolve(config: RunConfig, flow: Dataflow | None = None) -> ResolvedRun:
         load_file(Path(file), "imports")
     validate(own)
     graph = dataflow_of(own, flow)
+    resolve_policies(own, graph)
     return ResolvedRun(own, graph, plan_actors(graph, own))
+
+
+def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
+    """Write the policies of a dataflow that trains several into the configuration, in its order. Raises `ConfigError`
+    for others that it names, and for a configuration in which there can be one policy alone."""
+    names, trainer = flow.policies, config.trainer
+    if unknown := next((name for name in trainer.policies if name not in names), None):
+        raise ConfigError(f"trainer.policies.{unknown}: flow.train names no such policy{suggest(unknown, names)}")
+    if len(names) < 2:
+        return
+    trainer.policies = {name: trainer.policies.get(name, PolicyConfig()) for name in names}
+    for name in names:
+        trainer.optimizer_of(name)
+    single = {
+        "trainer.lora.rank=0": trainer.lora.rank == 0,
+        "trainer.lora.publish=merged": not trainer.lora.publishes_adapter,
+        f"rollout.engine={config.rollout.engine}": not config.rollout.capabilities.serves_adapters,
+        "trainer.replay.share above 0": trainer.replay.share > 0,
+        f"data.curriculum.by={config.data.curriculum.by}": config.data.curriculum.by is not None,
+        "trainer.compile=true": trainer.compile,
+    }
+    if reason := next((key for key, applies in single.items() if applies), None):
+        raise ConfigError(
+            f"{reason}: the dataflow trains {' and '.join(names)}, which are adapters of one model (trainer.lora.rank "
+            "above 0, trainer.lora.publish=adapter), without replay, curriculum and trainer.compile."
+        )
+    raise ConfigError(f"the dataflow trains {' and '.join(names)}: ranks and engines cannot do so yet.")
 
 
 planners: list[Callable[[ResolvedRun, Callable[[str], None]], ResolvedRun]] = []

@@ -112,7 +112,8 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
     if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
         yield Check("reward", lambda: _check_rewards(config))
     (train,) = flow.of_kind("train")
-    yield Check("loss", lambda: check_loss(train.function, flow.columns))
+    for loss in train.losses:
+        yield Check("loss", partial(check_loss, loss, flow.columns))
     if runs_code(config):
         yield Check("sandbox", lambda: check_sandbox(config), is_reported=not is_elsewhere())
     states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}

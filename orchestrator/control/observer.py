@@ -57,7 +57,7 @@ class Observer:
         self._samples = SampleLog(config, flow, directory, self._last_batch, lambda: fleet.role("trainer"))
         self._trace = StepTrace(
             directory, lambda: self._ask(store.work(), "work"), self._names,
-            lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
+            lambda: awaited(stages_of(flow, fleet)), flow.rows_per_group,
         )  # fmt: skip
         self._state = StateLog(
             fleet, flow, store.describe, weights_state, lambda: recovery.restarts.step, watch.heard, directory

@@ -140,7 +140,7 @@ def test_a_compute_stage_is_named_after_its_function():
         ),
         (lambda: grpo_like().reward(), "stage 'reward' is there twice; give the second one another name: name="),
         (lambda: grpo_like().demonstrations(), "stage 'source' is there twice; rows have one source: call one of"),
-        (lambda: grpo_like().train(loss=loss), "stage 'train' is there twice; add up the two losses in one function"),
+        (lambda: grpo_like().train(loss=loss), "policy 'policy' is there twice; add up the two losses in one"),
         (lambda: Dataflow().rollout(samples_per_prompt=0), "rollout: samples_per_prompt=0 must be at least 1"),
     ],
 )

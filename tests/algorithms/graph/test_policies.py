@@ -1,0 +1,167 @@
+"""Several policies of one train stage: the graph, functions by policy, and what is refused."""
+
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.algorithms.advantages import group_advantage
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.describe import draw
+from penstock.algorithms.graph.stage import ByPolicy, columns_read
+from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.errors import ConfigError, DataflowError
+from penstock.conf.run import RunConfig
+from penstock.conf.trainer import PolicyConfig
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.resolved import resolve, resolve_policies
+from penstock.store.data.rows import Rows
+from penstock.store.spec import StoreSpec
+from penstock.workers.compute import ComputeWorker
+
+
+def entropy_loss(entropy, mask, kept_share):
+    return (entropy * mask).sum() * kept_share.mean(), {}
+
+
+def centred(reward):
+    return reward - reward.mean()
+
+
+def halved(reward):
+    return reward / 2
+
+
+def two(function=group_advantage, **more) -> Dataflow:
+    flow = Dataflow().rollout("solver", samples_per_prompt=3).reward()
+    flow.compute(function, per="group", reads=["reward"], writes=["advantage"], name="compare", **more)
+    return flow.train("solver", loss=ppo_clip_loss).train("proposer", loss=partial(ppo_clip_loss, clip_low=0.1))
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return load_config([
+        "environment.name=recipes/guess/game.py:Guess", "model.path=somewhere", "data.source=environment",
+        "algorithm.name=grpo", "trainer.lora.rank=8", "trainer.lora.publish=adapter", "rollout.engine=hf",
+    ])  # fmt: skip
+
+
+def test_a_second_policy_extends_the_train_stage(config):
+    flow = dataflow_of(config, two())
+    (train,) = flow.of_kind("train")
+    assert flow.policies == ("solver", "proposer")
+    assert (train.model, train.function) == ("solver", train.policies[0].loss)
+    assert len({policy.loss for policy in train.policies}) == 2
+    assert {"advantage", "behavior_logprobs", "policy"} <= set(train.reads)
+    assert flow.columns["policy"] in flow.stage("rollout").writes
+    spec = StoreSpec.of(flow, config)
+    assert [stage.name for stage in spec.stages if stage.unit == "batch"] == ["train"]
+    assert (spec.group_size, flow.samples_per_prompt) == (6, 3)
+    assert "solver, ppo_clip_loss; proposer, ppo_clip_loss" in draw(flow)
+
+
+def test_what_any_of_the_losses_reads_is_read(config):
+    flow = (
+        Dataflow()
+        .rollout(samples_per_prompt=2)
+        .reward(writes=Column("kept_share", "float32"))
+        .train("a", loss=entropy_loss)
+    )
+    flow.compute(centred, reads=["reward"], writes=["advantage"]).reward(name="second").train("b", loss=ppo_clip_loss)
+    (train,) = flow.of_kind("train")
+    assert {"kept_share", "advantage"} <= set(train.reads)
+
+
+def test_one_policy_has_no_column_and_no_larger_groups(config):
+    flow = Dataflow().rollout(samples_per_prompt=3).reward()
+    flow.compute(group_advantage, reads=["reward"], writes=["advantage"]).train("solver", loss=ppo_clip_loss)
+    flow = dataflow_of(config, flow)
+    assert "policy" not in flow.columns
+    assert (flow.rows_per_group, flow.policies) == (3, ("solver",))
+    assert not isinstance(flow.stage("group_advantage").function, ByPolicy)
+
+
+def test_a_function_compares_the_rows_of_each_policy(config):
+    flow = dataflow_of(config, two(centred))
+    worker = ComputeWorker(flow.stage("compare"), flow.columns)
+    policy = ["solver", "solver", "proposer", "proposer"] * 2
+    rows = Rows.from_lists(
+        {"reward": [1.0, 3.0, 5.0, 6.0, 0.0, 0.0, 2.0, 4.0], "policy": policy}, group_ids=[7] * 4 + [8] * 4
+    )
+    assert worker.apply(rows)["advantage"] == pytest.approx([-1, 1, -0.5, 0.5, 0, 0, -1, 1])
+    each = ByPolicy({"solver": centred, "proposer": halved})
+    worker = ComputeWorker(replace(flow.stage("compare"), function=pickle.loads(pickle.dumps(each))), flow.columns)
+    assert worker.apply(rows)["advantage"] == pytest.approx([-1, 1, 2.5, 3, 0, 0, 1, 2])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-9, 9, width=32)), min_size=1, max_size=12))
+def test_by_policy_is_the_function_of_each_part_in_the_order_of_the_rows(rows):
+    names, values = [name for name, _ in rows], torch.tensor([value for _, value in rows])
+
+    def function(reward, tokens, group_ids):
+        return reward.cumsum(0), [one + len(reward) for one in tokens], bool(reward.sum() > 0)
+
+    tokens = [torch.full((place % 3,), float(place)) for place in range(len(rows))]
+    ids = torch.arange(len(rows))
+    assert columns_read(ByPolicy(function)) == ["policy", "reward", "tokens"]
+    sums, lists, kept = ByPolicy(function)(policy=names, reward=values, tokens=tokens, group_ids=ids)
+    for name in set(names):
+        places = [place for place, one in enumerate(names) if one == name]
+        own = function(values[places], [tokens[place] for place in places], ids[places])
+        assert torch.equal(sums[places], own[0])
+        assert all(torch.equal(lists[place], one) for place, one in zip(places, own[1], strict=True))
+        assert kept[places].tolist() == [own[2]] * len(places)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: two().train("solver", loss=ppo_clip_loss), "policy 'solver' is there twice; add up the two losses"),
+        (lambda: two().train("reward", loss=ppo_clip_loss), "none of accuracy, actor"),
+        (lambda: two().train("Judge 2", loss=ppo_clip_loss), "lower-case letters"),
+        (lambda: two({"solver": centred, "propser": halved}), "'compare' has a function for policy 'propser'; did you"),
+        (lambda: two({"solver": centred}), "'compare' has no function for policy 'proposer'"),
+    ],
+)
+def test_what_cannot_be_done_by_policy_is_refused(build, message, config):
+    with pytest.raises(DataflowError, match=message):
+        dataflow_of(config, build())
+
+
+def test_a_dataflow_of_several_policies_needs_an_environment():
+    with pytest.raises(DataflowError, match="nothing says which of them speaks"):
+        dataflow_of(load_config(["recipe=grpo", "model.path=somewhere"]), two())
+
+
+def test_the_configuration_gets_the_policies_of_the_dataflow_in_its_order(config):
+    config.trainer.policies = {"proposer": PolicyConfig(every=2, optimizer={"lr": 3e-4})}
+    with pytest.raises(ConfigError, match="cannot do so yet"):
+        resolve_policies(config, dataflow_of(config, two()))
+    assert list(config.trainer.policies) == ["solver", "proposer"]
+    assert config.trainer.optimizer_of("proposer") == replace(config.trainer.optimizer, lr=3e-4)
+    assert config.trainer.optimizer_of("solver") == config.trainer.optimizer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["trainer.policies.judge.every=2"], "trainer.policies.judge: flow.train names no such policy"),
+        (["trainer.policies.solver.optimizer={rate: 1}"], "trainer.policies.solver.optimizer.rate: unknown"),
+        (["trainer.lora.publish=merged"], "trainer.lora.publish=merged: the dataflow trains solver and proposer"),
+        (["trainer.lora.publish=merged", "trainer.lora.rank=0"], "trainer.lora.rank=0: the dataflow trains"),
+        (["trainer.compile=true"], "trainer.compile=true: the dataflow trains"),
+    ],
+)
+def test_a_configuration_for_one_policy_alone_is_refused(change, message):
+    words = [
+        "environment.name=recipes/guess/game.py:Guess", "model.path=somewhere", "data.source=environment",
+        "algorithm.name=grpo", "trainer.lora.rank=8", "trainer.lora.publish=adapter", "rollout.engine=hf",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        resolve(load_config([*words, *change]), two())
