@@ -295,7 +295,9 @@ class AttemptRunner:
         self, *arguments: Any, limits: Limits | None, **options: Any
     ) -> AbstractAsyncContextManager[Workspace]:
         self._workspaces = self._workspaces or Workspaces()
-        limits = limits or replace(LIMITS, require_cgroup=self._config.sandbox.require_cgroup)
+        limits = limits or LIMITS
+        if self._config.sandbox.require_cgroup:
+            limits = replace(limits, require_cgroup=True)
         return self._workspaces.open(*arguments, limits=limits, **options)
 
     def _toolbox(self, tools: Any) -> Toolbox:

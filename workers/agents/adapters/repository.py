@@ -1,6 +1,7 @@
 """Tasks in repositories, in the columns of SWE-bench and SWE-Gym, without containers.
 
     archive of a repository at a commit ─▶ workspace ─▶ commands of the policy ─▶ check with the hidden tests ─▶ reward
+                                                        or of an agent in the workspace, which asks the policy
 
 A row has `problem_statement`, `test_patch`, `FAIL_TO_PASS` and `PASS_TO_PASS`; its archive is found by the row's other
 columns. An environment of your own may begin as a copy of this file.
@@ -10,13 +11,15 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.workers.agents.adapters.tools import answered
 from penstock.workers.agents.environment import Context, Task, environment
 from penstock.workers.sandbox.execution import ProgramOutcome
-from penstock.workers.sandbox.workspace import Shell, Workspace
+from penstock.workers.sandbox.workspace import LIMITS, Shell, Workspace, WorkspaceLimits
 
 COMMAND = "python3 -P -m pytest -q --tb=no -rp -p no:cacheprovider {files}"
 SYSTEM = (
@@ -26,6 +29,9 @@ SYSTEM = (
 PATCHED = re.compile(r"^(?:diff --git a/(.+) b/\1|(?:(?:---|\+\+\+) [ab]/|rename (?:from|to) )(.+?)\t?)$", re.MULTILINE)
 PASSED = re.compile(r"^PASSED (.+)$", re.MULTILINE)
 PATCH = "/tmp/tests.patch"
+AGENT_S, COMMAND_S, TESTS_S = 1800.0, 60.0, 300.0
+"""Seconds of an agent, of a command of the policy's, and of the tests, if nothing else is asked for."""
+AGENT = "environment.options.agent"
 
 
 @environment("repository")
@@ -45,30 +51,33 @@ class Repository:
         show: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         command: str = COMMAND,
+        agent: str | None = None,
         max_rounds: int = 50,
-        timeouts_s: Sequence[float] = (60.0, 300.0),
+        timeouts_s: Sequence[float] | None = None,
     ) -> None:
         """`archive`: path of a task's archive or directory, with the row's columns in braces. `at`, `show`,
         `variables`: of `ctx.workspace`; `show` names what the tests need and the archive has not, such as an
         environment with pytest. `command`: runs test files, and prints a line `PASSED ID` for each test that passes.
-        `max_rounds`: of calls. `timeouts_s`: of a command of the policy's, and of the tests; keep their sum well below
-        `environment.timeout_s`, at which an attempt whose tests run is dropped. Raises `ConfigError`."""
+        `agent`: command of `sh` that works in place of the tool bash, with the row's columns in braces, quoted.
+        `max_rounds`: of calls of bash. `timeouts_s`: of a command of the policy's or of the whole agent, and of the
+        tests; keep their sum well below `environment.timeout_s`, at which an attempt whose tests run is dropped. Raises
+        `ConfigError`."""
         if "{files}" not in command:
             raise ConfigError(f"environment.options.command={command}: it has no {{files}}, where the test files go.")
+        timeouts_s = timeouts_s or (AGENT_S if agent else COMMAND_S, TESTS_S)
         if len(timeouts_s) != 2 or min(timeouts_s) <= 0:
             raise ConfigError(f"environment.options.timeouts_s={list(timeouts_s)}: it is two positive numbers.")
-        self._archive, self._command, self._max_rounds = archive, command, max_rounds
-        self._options: dict[str, Any] = {"at": at, "show": show, "variables": variables}
-        self._run_s, self._test_s = timeouts_s
+        self._archive, self._command = archive, command
+        self._solver, self._test_s = Solver(agent, max_rounds, timeouts_s[0]), timeouts_s[1]
+        self._options = {"at": at, "show": show, "variables": variables, "limits": limits_of(timeouts_s)}
         self._tests: dict[tuple[str, str], dict[str, bytes | None]] = {}
         """Files of test patches, by archive and patch: rows of two datasets may have the same task id."""
 
     async def run(self, task: Task, ctx: Context) -> None:
-        archive, required = self._archive_of(task), required_tests(task)
+        required = required_tests(task)
+        archive = filled("environment.options.archive", self._archive, task.data, task)
         async with ctx.workspace(archive, **self._options) as ws:
-            problem = _column(task, "problem_statement")
-            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
-            await answered(ctx, messages, [bash_of(ws.shell(), self._run_s)], self._max_rounds)
+            await self._solver.solve(ws, _column(task, "problem_statement"), task, ctx)
             key = archive, _column(task, "test_patch")
             if key not in self._tests:
                 async with ctx.workspace(archive, **self._options) as clean:
@@ -78,14 +87,53 @@ class Repository:
             outcome = await ctx.scored(checking)
         ctx.reward(float(required <= set(PASSED.findall(outcome.stdout))))
 
-    def _archive_of(self, task: Task) -> str:
-        try:
-            return self._archive.format(**task.data)
-        except KeyError as error:
-            raise DataError(
-                f"environment.options.archive={self._archive}: task {task.id} has no column {error}"
-                f"{suggest(str(error.args[0]), task.data)}"
-            ) from None
+
+@dataclass(frozen=True)
+class Solver:
+    """What works at a problem in a workspace: the policy by calls of bash, or an agent that asks the policy."""
+
+    agent: str | None
+    max_rounds: int
+    timeout_s: float
+
+    async def solve(self, ws: Workspace, problem: str, task: Task, ctx: Context) -> None:
+        """Work until the policy calls nothing, or the agent ends; whatever it leaves is to be judged. Raises
+        `DataError`, and `RuntimeError` for an agent that ends without having asked the policy."""
+        if self.agent is None:
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
+            await answered(ctx, messages, [bash_of(ws.shell(), self.timeout_s)], self.max_rounds)
+            return
+        quoted = {name: shlex.quote(str(value)) for name, value in task.data.items()}
+        command = filled(AGENT, self.agent, quoted, task)
+        outcome = await ws.run(command, self.timeout_s, reach=ctx.base_url, variables=inside(ctx))
+        if not outcome.is_success:
+            ctx.count("agents_failed")
+            if not ctx.turns:
+                raise RuntimeError(f"{AGENT} has not asked the policy: {told(outcome)[-1000:]}")
+
+
+def inside(ctx: Context) -> dict[str, str]:
+    """Environment variables of `ctx.describe`, with the address at which a command in a workspace reaches it."""
+    address = urlsplit(ctx.base_url)
+    here = f"127.0.0.1:{address.port}"
+    return {name: value.replace(address.netloc, here) for name, value in ctx.describe().items()}
+
+
+def limits_of(timeouts_s: Sequence[float]) -> WorkspaceLimits:
+    """The limits of workspaces, with time for the longest command."""
+    return replace(LIMITS, wall_s=max(LIMITS.wall_s, *timeouts_s), cpu_s=max(LIMITS.cpu_s, *timeouts_s))
+
+
+def filled(key: str, template: str, columns: Mapping[str, Any], task: Task) -> str:
+    """A key's value with a row's columns in its braces. Raises `DataError`, `ConfigError`."""
+    try:
+        return template.format(**columns)
+    except KeyError as error:
+        raise DataError(
+            f"{key}={template}: task {task.id} has no column {error}{suggest(str(error.args[0]), columns)}"
+        ) from None
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{key}={template}: {error}. Write braces that mean themselves twice.") from None
 
 
 def bash_of(shell: Shell, timeout_s: float) -> Any:

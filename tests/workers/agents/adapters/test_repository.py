@@ -12,6 +12,7 @@ import pytest
 from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.agents.adapters.repository import Repository, paths_of, required_tests
 from penstock.workers.agents.environment import Task
+from penstock.workers.agents.gateway.http_server import AttemptKeys, HttpServer
 from penstock.workers.agents.trajectory import COMPLETED, FAILED
 from penstock.workers.protocols import Sampling
 from tests.workers.agents.played import ScriptedEngines, make_runner
@@ -43,6 +44,23 @@ ROW = {
 }  # fmt: skip
 
 
+AGENT = """
+import json, os, subprocess, sys, urllib.request
+
+said = [{"role": "user", "content": sys.argv[1]}]
+while True:
+    body = json.dumps({"model": "policy", "messages": said}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    address = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(address, body, headers)) as answer:
+        command = json.load(answer)["choices"][0]["message"]["content"]
+    if command == "done":
+        break
+    output = subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+    said += [{"role": "assistant", "content": command}, {"role": "user", "content": output or "nothing"}]
+"""
+
+
 def task(**changes: Any) -> Task:
     return Task("0", 0, {**ROW, **changes})
 
@@ -51,6 +69,7 @@ def archive(directory: Path) -> None:
     tree = directory / "tree"
     (tree / "tests").mkdir(parents=True)
     (tree / "sums.py").write_text("def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n")
+    (tree / "agent.py").write_text(AGENT)
     (tree / "tests" / "__init__.py").touch()
     (tree / "tests" / "test_sums.py").write_text(PATCH.partition("@@\n")[2].partition("+")[0].replace("\n ", "\n")[1:])
     (tree / "tests" / "old.py").write_text("import gone\n")
@@ -58,12 +77,12 @@ def archive(directory: Path) -> None:
         file.add(tree, ".")
 
 
-def played(directory: Path, *answers: str, **changes: Any) -> Any:
-    attempts, read = played_all(directory, answers, task(**changes))
+def played(directory: Path, *answers: str, agent: str | None = None, **changes: Any) -> Any:
+    attempts, read = played_all(directory, answers, task(**changes), agent=agent)
     return attempts[0], read
 
 
-def played_all(directory: Path, answers: Sequence[str], *tasks: Task) -> Any:
+def played_all(directory: Path, answers: Sequence[str], *tasks: Task, **options: Any) -> Any:
     """Attempts at the tasks, one after the other, and what the policy has read last."""
     left = iter(answers)
     packages = Path(pytest.__file__).parents[1]
@@ -72,14 +91,18 @@ def played_all(directory: Path, answers: Sequence[str], *tasks: Task) -> Any:
         f"{directory}/{{instance_id}}.tar.gz",
         show=[str(packages / name) for name in names if (packages / name).exists()],
         variables={"PYTHONPATH": str(packages)},
+        **options,
     )
 
     async def main() -> Any:
-        engines = ScriptedEngines(lambda prompt, sampling: next(left))
-        runner = make_runner(environment, engines, max_model_len=4000)
+        engines, keys = ScriptedEngines(lambda prompt, sampling: next(left)), AttemptKeys()
+        runner = make_runner(environment, engines, max_model_len=4000, max_tokens=2000, keys=keys)
+        server = HttpServer(keys)
+        keys.base_url = await server.start("127.0.0.1", 0)
         attempts = [await runner.attempt(one, Sampling(max_tokens=200, seed=5)) for one in tasks]
         await runner.close()
-        return attempts, engines.asked[-1][0]
+        await server.stop()
+        return attempts, engines.asked[-1][0] if engines.asked else ""
 
     return asyncio.run(main())
 
@@ -103,6 +126,35 @@ def test_a_policy_is_rewarded_for_tests_that_it_has_not_seen(
     assert (attempt.outcome.kind, attempt.reward) == (COMPLETED, reward), attempt.outcome
     assert "exit code 0" in read
     assert "add(2, 3)" not in read
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        (["hostname", "sed -i 's/a - b/a + b/' sums.py", "done"], 1.0),
+        (["hostname", "done"], 0.0),
+        (["sed -i 's/a - b/a + b/' sums.py; hostname", "kill -9 $PPID"], 1.0),
+    ],
+    ids=["repaired", "looked", "killed its agent"],
+)
+def test_an_agent_in_the_workspace_asks_the_policy(tmp_path: Path, answers: list[str], reward: float) -> None:
+    archive(tmp_path)
+    problem = "add 'subtracts'; $(exit 1)\n{here}"
+    attempt, read = played(tmp_path, *answers, agent="python3 agent.py {problem_statement}", problem_statement=problem)
+    assert (attempt.outcome.kind, attempt.reward) == (COMPLETED, reward), attempt.outcome
+    assert [turn.answer for turn in attempt.turns] == answers
+    assert problem in read
+    assert "sandbox\n" in read
+
+
+@pytest.mark.real
+def test_an_agent_that_never_asks_fails_its_attempt_with_what_it_said(tmp_path: Path) -> None:
+    archive(tmp_path)
+    attempt, _ = played(tmp_path, agent="no-such-agent {instance_id}")
+    assert attempt.outcome.kind == FAILED
+    assert "has not asked the policy" in attempt.outcome.detail
+    assert "no-such-agent: not found" in attempt.outcome.detail
 
 
 @pytest.mark.real
