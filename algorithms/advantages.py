@@ -19,7 +19,10 @@ corner cases are those of `normalized`. Every function raises `ShapeError` for r
     reward ─ token_rewards: all of it at the last token, a KL penalty at each ─┐
     critic ─ values ───────────────────────────────────────────────────────────┴─▶ gae ─▶ advantages, returns ─ whitened
 
-    turn_rewards ─▶ turn_rloo: what an attempt still gets after a turn, compared with that of others after theirs
+    turn_rewards ─▶ turn_rloo  what an attempt still gets after a turn, compared with that of others after theirs
+                 ├▶ gigpo      the same, compared with that of turns in the same state; and the whole attempts
+                 ├▶ mt_grpo    the turn's own reward, compared with that of others' turns; and the outcomes
+         values ─┴▶ turn_gae   gae, of which each turn is a step
 
 **Sides of a game** (`rae`): what a player gets beyond what its role mostly gets. Who moves first wins more often:
 against one baseline for both sides, the first player's moves look good and the second's bad whatever they were.
@@ -35,6 +38,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from penstock.algorithms.aggregation import masked
 from penstock.algorithms.checks import as_mask, checked_mask, describe, has_axes, non_negative, positive, same_shape
@@ -359,7 +363,130 @@ def turn_rloo(
     each, in the order of the attempt's tokens; ids are in the order in which turns were played. `gamma`: per turn, in
     [0, 1]. Raises `ShapeError`, `ConfigError`.
     """
-    within("gamma", gamma, 0.0, 1.0)
+    orders, played = _played(reward, turn_rewards, turn_tokens, turn_ids)
+    returns_GK = pad_sequence(_returns(played, gamma), batch_first=True)
+    others = max(1, len(returns_GK) - 1)
+    baseline_GK = (returns_GK.sum(dim=0, keepdim=True) - returns_GK) / others
+    advantages_GK = returns_GK - baseline_GK if len(returns_GK) > 1 else torch.zeros_like(returns_GK)
+    return _spread(advantages_GK, orders, turn_tokens)
+
+
+@advantage("gigpo")
+def gigpo(
+    reward: Tensor,
+    turn_rewards: Sequence[Tensor],
+    turn_tokens: Sequence[Tensor],
+    turn_ids: Sequence[Tensor],
+    turn_states: Sequence[Tensor],
+    *,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    normalize_std: bool = True,
+) -> list[Tensor]:
+    """GiGPO (2505.10978): the attempt against the group's others, and each turn against all turns of the
+    group that began in the same state, its anchor. One `[T_i]` float32 for each attempt.
+
+        A_it = (r_i - mean r) / std r + omega · (R_it - mean R) / std R,   R_it = Σ_{s >= t} gamma^(s - t) r_is
+
+    The second mean and deviation are over the turns of that state, of this attempt too. A turn whose state no other has
+    gets 0 there, so that with one turn and different states, or `omega=0`, this is `grpo`. `normalize_std=False`:
+    nothing is divided.
+
+    `turn_states`: `[K_i]` integers, equal for turns in the same state. The rest as in `turn_rloo`. Raises `ShapeError`,
+    `ConfigError`.
+    """
+    non_negative("omega", omega)
+    scale = "group" if normalize_std else "none"
+    orders, played = _played(reward, turn_rewards, turn_tokens, turn_ids)
+    returns = _returns(played, gamma)
+    states = [of_turns[order] for of_turns, order in zip(turn_states, orders, strict=True)]
+    if not played:
+        return []
+    attempts_G = normalized(reward, scale=scale)
+    turns_N = normalized(torch.cat(returns), torch.cat(states), scale=scale)
+    of_attempts = turns_N.split([len(one) for one in returns])
+    values = [attempt + omega * turns for attempt, turns in zip(attempts_G, of_attempts, strict=True)]
+    return _spread(values, orders, turn_tokens)
+
+
+@advantage("mt_grpo")
+def mt_grpo(
+    reward: Tensor,
+    turn_rewards: Sequence[Tensor],
+    turn_tokens: Sequence[Tensor],
+    turn_ids: Sequence[Tensor],
+    *,
+    weight: float = 1.0,
+    normalize_std: bool = True,
+) -> list[Tensor]:
+    """MT-GRPO (2505.11821 v1): the outcome's advantage, and before the last turn that of the turn's own
+    reward. One `[T_i]` float32 for each attempt.
+
+        A_it = (o_i - mean o) / std o + weight · (r_it - mean r_t) / std r_t,   in the last turn the first term alone
+
+    The outcome `o_i` is what falls on the last turn (`turn_rloo`), `r_t` are the rewards of the t-th turns of all
+    attempts for which it is not the last; the paper has two turns. With one turn, or where turns have no rewards of
+    their own, this is `grpo`. `normalize_std=False`: nothing is divided.
+
+    Arguments as in `turn_rloo`. Raises `ShapeError`, `ConfigError`.
+    """
+    non_negative("weight", weight)
+    scale = "group" if normalize_std else "none"
+    orders, played = _played(reward, turn_rewards, turn_tokens, turn_ids)
+    if not played:
+        return []
+    outcomes_G = normalized(torch.stack([rewards[-1] for rewards in played]), scale=scale)
+    places = [torch.arange(len(rewards) - 1) for rewards in played]
+    turns_N = normalized(torch.cat([rewards[:-1] for rewards in played]), torch.cat(places), scale=scale)
+    of_attempts = turns_N.split([len(one) for one in places])
+    values = [
+        outcome + weight * torch.cat([turns, turns.new_zeros(1)])
+        for outcome, turns in zip(outcomes_G, of_attempts, strict=True)
+    ]
+    return _spread(values, orders, turn_tokens)
+
+
+def turn_gae(
+    reward: Tensor,
+    old_values: Sequence[Tensor],
+    turn_rewards: Sequence[Tensor],
+    turn_tokens: Sequence[Tensor],
+    turn_ids: Sequence[Tensor],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`gae` of which each turn is one step (Turn-PPO, 2512.17008; `turn_wise_gae` of VAGEN, 2510.16907). Returns the
+    advantages and the returns, `[T_i]` float32 for each attempt; all tokens of a turn have the same.
+
+        δ_t = r_t + γ V_{t+1} - V_t,   A_t = δ_t + γ λ A_{t+1},   return_t = A_t + V_t
+
+    `V_t` is the critic's value before the first token of turn t, which has read all that the environment said until
+    then; after the last turn it is 0. A turn without tokens (`environment.old_turns=context`) is stepped over.
+
+    `old_values`: `[T_i]`. `gamma`, `lam`: per turn, in [0, 1]. The rest as in `turn_rloo`. Raises `ShapeError`,
+    `ConfigError`.
+    """
+    orders, played = _played(reward, turn_rewards, turn_tokens, turn_ids)
+    if not played:
+        return [], []
+    lengths = [tokens.long()[order] for tokens, order in zip(turn_tokens, orders, strict=True)]
+    values = []
+    for value, tokens, order in zip(old_values, turn_tokens, orders, strict=True):
+        starts = tokens.long().cumsum(0) - tokens.long()
+        values.append(torch.cat([value, value.new_zeros(1)])[starts[order]])
+    mask = pad_sequence([length > 0 for length in lengths], batch_first=True)
+    rewards_BK, values_BK = (pad_sequence(some, batch_first=True) for some in (played, values))
+    found = gae(rewards_BK, values_BK, mask, gamma=gamma, lam=lam)
+    advantages, returns = (_spread(one, orders, turn_tokens) for one in found)
+    return advantages, returns
+
+
+def _played(
+    reward: Tensor, turn_rewards: Sequence[Tensor], turn_tokens: Sequence[Tensor], turn_ids: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each attempt the places of its turns in the order in which they were played, and their rewards in this order,
+    `[K_i]` float64, the last with what the whole was given beyond them. Raises `ShapeError`."""
     reward_G = finite_rewards(reward)
     if not len(reward_G) == len(turn_rewards) == len(turn_tokens) == len(turn_ids):
         raise ShapeError(
@@ -367,24 +494,31 @@ def turn_rloo(
             f"{len(turn_ids)} rows; expected {len(reward_G)}, as many as reward."
         )
     orders = [torch.argsort(ids) for ids in turn_ids]
-    most = max((len(order) for order in orders), default=0)
-    returns_GK = torch.zeros(len(reward_G), most, dtype=torch.float64)
-    for index, (order, rewards) in enumerate(zip(orders, turn_rewards, strict=True)):
-        played = rewards.double()[order]
-        if len(played):
-            played[-1] += reward_G[index].double() - played.sum()
-        later = 0.0
-        for turn in range(len(played) - 1, -1, -1):
-            later = float(played[turn]) + gamma * later
-            returns_GK[index, turn] = later
-    others = max(1, len(reward_G) - 1)
-    baseline_GK = (returns_GK.sum(dim=0, keepdim=True) - returns_GK) / others
-    advantages_GK = returns_GK - baseline_GK if len(reward_G) > 1 else torch.zeros_like(returns_GK)
+    played = [rewards.double()[order] for rewards, order in zip(turn_rewards, orders, strict=True)]
+    for whole, rewards in zip(reward_G, played, strict=True):
+        rewards[-1:] += whole - rewards.sum()
+    return orders, played
+
+
+def _returns(played: Sequence[Tensor], gamma: float) -> list[Tensor]:
+    """The discounted sums of the rewards from each turn on, `[K_i]` float64. Raises `ConfigError`."""
+    within("gamma", gamma, 0.0, 1.0)
     found = []
-    for index, (order, lengths) in enumerate(zip(orders, turn_tokens, strict=True)):
-        of_turn = torch.empty(len(order), dtype=torch.float64)
-        of_turn[order] = advantages_GK[index, : len(order)]
-        found.append(of_turn.repeat_interleave(lengths.long()).float())
+    for rewards in played:
+        later, returns = 0.0, torch.empty_like(rewards)
+        for turn in range(len(rewards) - 1, -1, -1):
+            returns[turn] = later = float(rewards[turn]) + gamma * later
+        found.append(returns)
+    return found
+
+
+def _spread(values: Sequence[Tensor] | Tensor, orders: Sequence[Tensor], turn_tokens: Sequence[Tensor]) -> list[Tensor]:
+    """The value of each turn, in the order in which they were played, for each of its tokens, `[T_i]` float32."""
+    found = []
+    for of_turns, order, lengths in zip(values, orders, turn_tokens, strict=True):
+        of_places = torch.empty(len(order), dtype=torch.float32)
+        of_places[order] = of_turns[: len(order)].float()
+        found.append(of_places.repeat_interleave(lengths.long()))
     return found
 
 

@@ -40,6 +40,7 @@ from penstock.algorithms.graph.columns import (
     SEQUENCE_COLUMNS,
     STANDARD_COLUMNS,
     TRAJECTORY_COLUMNS,
+    TURN_STATES,
     Column,
 )
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -170,6 +171,8 @@ def in_environment(flow: Dataflow) -> Dataflow:
         names = ", ".join(stage.name for stage in rewards)
         raise DataflowError(f"environment.name is set: it gives one reward, and stages {names} each ask for it.")
     given = [column for stage in rewards for column in stage.writes]
+    if any(TURN_STATES in stage.reads for stage in flow.stages):
+        given.append(STANDARD_COLUMNS[TURN_STATES])
     stages = [_in_environment(stage, given) for stage in flow.stages if stage not in rewards]
     return Dataflow(stages, flow.samples_per_prompt)
 
@@ -250,7 +253,7 @@ def _with_pictures(stage: Stage) -> Stage:
 
 
 def _in_environment(stage: Stage, given: list[Column]) -> Stage:
-    """Put one stage into the environment. `given`: the columns of the environment's reward."""
+    """Put one stage into the environment. `given`: columns that not every trajectory has."""
     if stage.kind == "source":
         return replace(stage, writes=(STANDARD_COLUMNS["task"],))
     if stage.kind == "rollout":

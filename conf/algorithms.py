@@ -18,6 +18,7 @@ CORRECTIONS = ("none", "truncated")
 UNITS = ("group", "batch")
 KL_PLACES = ("loss", "reward")
 PROXIMALS = ("old", "interpolated")
+STEPS = ("gae", "turn_gae")
 PAIR_LOSSES = ("dpo", "ipo", "simpo", "orpo")
 DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon")
 
@@ -87,8 +88,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     group_size: int = 8
     advantage: str = "grpo"
     """Name of the advantage: grpo, dr_grpo, rloo, opo, remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline,
-    rae, by the role of each side of a game (with advantage_per=batch); in an environment also turn_rloo, by the rewards
-    of turns; or your own (`@advantage`)."""
+    rae, by the role of each side of a game (with advantage_per=batch); in an environment also turn_rloo, gigpo and
+    mt_grpo, by turns; or your own (`@advantage`)."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
     """Keyword settings of the advantage."""
     advantage_per: str = "group"
@@ -241,8 +242,10 @@ class PpoConfig(AlgorithmConfig):
     """Samples a prompt; the critic makes groups unnecessary."""
     reward_model: bool = False
     """True: rewards are the scores of model.paths.reward_model, not those of reward.function."""
+    advantage: str = "gae"
+    """Steps of an episode: tokens (gae), or in an environment turns (turn_gae), whose rewards are then theirs."""
     gamma: float = 1.0
-    """Discount per token. Responses are short episodes with one reward at the end: 1."""
+    """Discount per step. Responses are short episodes with one reward at the end: 1."""
     lam: float = 0.95
     """The λ of GAE: 1 trusts the returns alone, 0 the critic alone."""
     clip_low: float = 0.2
@@ -267,6 +270,7 @@ class PpoConfig(AlgorithmConfig):
             group_size=1, clip_low=0, clip_high=0, value_clip=0, kl_coef=0, kl_target=0, kl_gain=0, gamma=(0, 1),
             lam=(0, 1),
         )  # fmt: skip
+        one_of("algorithm.advantage", self.advantage, STEPS)
         one_of("algorithm.proximal", self.proximal, PROXIMALS)
         if self.kl_target:
             above("algorithm.kl_coef", self.kl_coef, 0)  # what a factor moves must not start at 0

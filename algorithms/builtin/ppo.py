@@ -5,6 +5,8 @@
                  │       └─▶ next_coefficient ─ kl_coef (with kl_target) ┤
                  └─▶ critic_values ─ old_values ──────┘
 
+With `advantage=turn_gae`, in an environment, turns are the steps of `ppo_advantages`, and it reads their rewards.
+
 What stands per batch runs in the trainers: the critic lives with the policy's ranks, and advantages are whitened over
 the batch.
 """
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from penstock.algorithms.advantages import gae, token_rewards, unpadded, whitened
+from penstock.algorithms.advantages import gae, token_rewards, turn_gae, unpadded, whitened
 from penstock.algorithms.builtin.policy_gradient import KL_COEF, add_adaptive_coefficient
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -26,6 +28,7 @@ from penstock.algorithms.registry import algorithm
 from penstock.conf.algorithms import PpoConfig
 
 TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")
+TURN_COLUMNS = ("turn_rewards", "turn_tokens", "turn_ids")
 
 
 def ppo_advantages(
@@ -34,6 +37,9 @@ def ppo_advantages(
     behavior_logprobs: list[Tensor],
     reference_logprobs: list[Tensor] | None = None,
     kl_coef: float | Tensor = 0.0,
+    turn_rewards: list[Tensor] | None = None,
+    turn_tokens: list[Tensor] | None = None,
+    turn_ids: list[Tensor] | None = None,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -41,17 +47,28 @@ def ppo_advantages(
     """Whitened advantages and returns of every token of a batch, two lists of `[T_i]` float32.
 
     The reward `[N]` falls on the last token, a KL penalty on each (1909.08593 eq. 2), then GAE (1506.02438 eq. 16).
-    `old_values`, `behavior_logprobs`, `reference_logprobs`: `[T_i]` each. `kl_coef`: a number, or one a sample `[N]`.
-    Raises `ShapeError`, `ConfigError`.
+    With `turn_rewards`, `turn_tokens` and `turn_ids`, `[K_i]` each, it is `turn_gae`, and the penalties of a turn's
+    tokens are part of its reward. `old_values`, `behavior_logprobs`, `reference_logprobs`: `[T_i]` each. `kl_coef`: a
+    number, or one a sample `[N]`. Raises `ShapeError`, `ConfigError`.
     """
     lengths = [len(values) for values in old_values]
     if not lengths:
         return [], []
     mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
-    rewards = token_rewards(reward, mask, _padded(behavior_logprobs), _padded(reference_logprobs), kl_coef=kl_coef)
-    values = pad_sequence(list(old_values), batch_first=True)
-    advantage, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
-    return unpadded(whitened(advantage, mask), lengths), unpadded(returns, lengths)
+    logprobs = _padded(behavior_logprobs), _padded(reference_logprobs)
+    if turn_rewards is None or turn_tokens is None or turn_ids is None:
+        rewards = token_rewards(reward, mask, *logprobs, kl_coef=kl_coef)
+        values = pad_sequence(list(old_values), batch_first=True)
+        advantage, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+        return unpadded(whitened(advantage, mask), lengths), unpadded(returns, lengths)
+    penalties = unpadded(token_rewards(torch.zeros_like(reward), mask, *logprobs, kl_coef=kl_coef), lengths)
+    turn_rewards = [
+        rewards + torch.stack([part.sum() for part in penalty.split(tokens.tolist())])
+        for rewards, penalty, tokens in zip(turn_rewards, penalties, turn_tokens, strict=True)
+    ]
+    reward = reward + torch.stack([penalty.sum() for penalty in penalties])
+    of_turns = turn_gae(reward, old_values, turn_rewards, turn_tokens, turn_ids, gamma=gamma, lam=lam)
+    return unpadded(whitened(pad_sequence(of_turns[0], batch_first=True), mask), lengths), of_turns[1]
 
 
 def _padded(column: list[Tensor] | None) -> Tensor | None:
@@ -65,6 +82,7 @@ def ppo(cfg: PpoConfig) -> Dataflow:
     flow.rollout("policy", samples_per_prompt=cfg.group_size)
     flow.scores("reward_model") if cfg.reward_model else flow.reward()
     reads = ["reward", "old_values", "behavior_logprobs"]
+    reads += TURN_COLUMNS if cfg.advantage == "turn_gae" else ()
     advantages = partial(ppo_advantages, gamma=cfg.gamma, lam=cfg.lam)
     if cfg.kl_coef:
         flow.logprobs("reference")

@@ -72,6 +72,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("turn_tokens", "int32", "list"),  # sampled tokens of each turn; their sum is the response's length
         Column("turn_rewards", "float32", "list"),  # what each turn was given
         Column("turn_ids", "int32", "list"),  # of each turn, in the order in which they were played
+        Column("turn_states", "int64", "list"),  # hash of what each turn answered; where a stage reads it
         Column("transcript", "string"),  # JSON: what was said, for people
         Column("seen_pictures", "binary", "list"),  # of all sequences, one for each triple of `seen_ranges`
         Column("seen_ranges", "int32", "list"),  # [segment, offset in its sequence, length] after one another
@@ -81,6 +82,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
 }
 
 ROUTED_EXPERTS = "routed_experts"
+TURN_STATES = "turn_states"
 POLICY = "policy"
 CANDIDATES, CANDIDATE_LOGPROBS = "candidate_ids", "candidate_logprobs"
 """The column of tokens that the trainer scores beside those of the response, and the argument by which a loss gets

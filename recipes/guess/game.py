@@ -19,13 +19,14 @@ class Guess:
         return (Task(str(index), index, {"number": draws.randint(1, HIGHEST)}) for index in itertools.count())
 
     async def run(self, task: Task, ctx: Context) -> None:
-        number = task.data["number"]
+        number, low, high = task.data["number"], 1, HIGHEST
         messages: list[Message] = [{"role": "user", "content": f"1-{HIGHEST}?"}]
         for _ in range(self.guesses):
-            turn = await ctx.sample(messages)
+            turn = await ctx.sample(messages, state=f"{low}-{high}")
             guess = int(turn.answer) if turn.answer.isdecimal() else 0
             if guess == number:
                 ctx.reward(1.0)
                 return
+            low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
             answer = "what?" if not 1 <= guess <= HIGHEST else "higher" if guess < number else "lower"
             messages += [turn.message, {"role": "user", "content": answer}]

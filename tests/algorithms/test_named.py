@@ -67,8 +67,10 @@ def test_the_builtin_names():
     assert sorted(CORRECTIONS) == ["masked", "none", "rejection", "sequence_truncated", "truncated"]
     assert sorted(ADVANTAGES) == [
         "dr_grpo",
+        "gigpo",
         "gpg",
         "grpo",
+        "mt_grpo",
         "opo",
         "rae",
         "reinforce_plus_plus",

@@ -330,9 +330,11 @@ def _metric_word(reason: str) -> str:
 
 
 def _transcript(sampler: TurnSampler, outcome: AttemptOutcome, reward: float) -> list[dict[str, Any]]:
-    """Messages for people: the last conversation, and how it ended."""
+    """Messages for people: the last conversation, with the ids of its turns, and how it ended."""
     end = outcome.kind if not outcome.reason else f"{outcome.kind}: {outcome.reason}"
-    return [*map(dict, sampler.last_messages), {"role": "outcome", "content": end, "reward": reward}]
+    turns = {id(turn.message): {"turn": turn.id} for turn in sampler.turns}
+    said = [{**message, **turns.get(id(message), {})} for message in sampler.last_messages]
+    return [*said, {"role": "outcome", "content": end, "reward": reward}]
 
 
 @dataclass(frozen=True)

@@ -153,14 +153,22 @@ class Context:
         self.turn_rewards: dict[int, float] = {}
 
     async def sample(
-        self, messages: Sequence[Message], tools: Any = (), *, train: bool = True, **sampling: Any
+        self,
+        messages: Sequence[Message],
+        tools: Any = (),
+        *,
+        train: bool = True,
+        state: str | None = None,
+        **sampling: Any,
     ) -> Turn:
         """Sample the policy's answer to a conversation. A message's content is a text, or a list of texts and pictures
         (`[screen, "What is it?"]`): bytes of a file, or images of PIL's. `tools`: Python functions, OpenAI's
         descriptions, or a `Toolbox`. `sampling`: temperature, max_tokens, stop, structure, … other than the run's.
-        `train=False`: the answer is not trained, of an opponent, say. Raises `LimitReached` when the attempt has
-        reached a limit; do not catch it."""
-        return await self._sampler.sample(messages, self.toolbox(tools).descriptions, train=train, **sampling)
+        `train=False`: the answer is not trained, of an opponent, say. `state`: text that is equal where attempts at the
+        task stand before the same choice, for `algorithm.advantage=gigpo`; None: what was said since the last turn.
+        Raises `LimitReached` when the attempt has reached a limit; do not catch it."""
+        descriptions = self.toolbox(tools).descriptions
+        return await self._sampler.sample(messages, descriptions, train=train, state=state, **sampling)
 
     def toolbox(self, tools: Any) -> Toolbox:
         """Make tools of functions, which can be described and called."""

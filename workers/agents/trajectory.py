@@ -10,6 +10,7 @@ segment if its prompt begins with all tokens of it, and with the same pictures; 
 Every sampled token is trained in one segment, its turn's: where a later segment begins with it, it is context there.
 """
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEEN_PICTURES
+from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEEN_PICTURES, TURN_STATES
 from penstock.workers.pictures.prompt_pictures import NO_PICTURES, PromptPictures
 from penstock.workers.protocols import truncated_by
 
@@ -74,6 +75,8 @@ class Turn:
     """A record for every token of prompt and output but the last one (`Completion.routed_experts`); empty for none."""
     pictures: PromptPictures = NO_PICTURES
     """Pictures of the prompt, those of earlier turns included, and their places in `prompt_ids`."""
+    state: str | None = None
+    """Name of the state that it answered, where the environment has said it."""
 
     @property
     def answer(self) -> str:
@@ -170,6 +173,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "turn_tokens": np.asarray([len(turn.output_ids) for turn in turns], np.int32),
         "turn_rewards": np.asarray([trajectory.turn_rewards.get(turn.id, 0.0) for turn in turns], np.float32),
         "turn_ids": np.asarray([turn.id for turn in turns], np.int32),
+        TURN_STATES: np.asarray([run.state for run in runs], np.int64),
         **_seen(segments),
     }
     columns["transcript"] = as_json(trajectory.said, columns[SEEN_PICTURES[0]])
@@ -195,6 +199,20 @@ class Run:
 
     context: Sequence[int]
     turn: Turn
+
+    @property
+    def state(self) -> int:
+        """Hash of the turn's state, or where the environment has not said it, of what was read since the turn before:
+        tokens and pictures."""
+        first = len(self.turn.prompt_ids) - len(self.context)
+        pictures = [
+            picture
+            for picture, (place, _) in zip(self.turn.pictures.encoded, self.turn.pictures.ranges, strict=True)
+            if place >= first
+        ]
+        read = b"".join([np.asarray(self.context, np.int32).tobytes(), *pictures])
+        said = read if self.turn.state is None else self.turn.state.encode()
+        return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little", signed=True)
 
     def new_records(self) -> bytes:
         """Records of the tokens that no turn of the segment had read before: those of the context and of the output

@@ -101,3 +101,5 @@ class TokenValues:
     its own update, and the loss asked for no log-probabilities of before."""
     loss_mask: list[np.ndarray]
     """Loss masks, `[T_i]` bool."""
+    advantage: list[np.ndarray | None]
+    """Advantages, `[T_i]`, NaN for a token of an old turn. None: of responses, which the store has, or of none."""

@@ -3,6 +3,7 @@
     trainer_logprobs   the trainer's log-probability before the update: what `mismatch/*` compares with the engine's
     loss_mask          whether the token moves the weights by its log-probability. False: its gradient is exactly 0, as
                        the advantage is 0, the ratio was clipped, or a correction masked it
+    advantage          of the token, where not all tokens of a response have the same
 
 Nothing is computed for them: log-probabilities are those of the forward pass, and the backward pass passes by the
 gradient of each. They are noted by micro-batch and kept until the next step, and the controller asks for them
@@ -20,8 +21,9 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.step_report import TokenValues
 from penstock.workers.trainer.update.batching import MicroBatch, split_rows
 
-PLACES = "token_places"
-"""Column for the rows of a step whose tokens are noted: the place of each sampled token before old turns were cut."""
+ADVANTAGE, PLACES = "token_advantage", "token_places"
+"""Columns of the rows of a step whose tokens are noted: of the dataflow, and the place of each sampled token before old
+turns were cut."""
 
 
 class TokenRecorder:
@@ -47,13 +49,16 @@ class TokenRecorder:
         rows = rows.select(range(len(lengths)))
         logprobs, moving = _by_row(self._logprobs), _by_row(self._moving)
         places = rows.arrays(PLACES) if PLACES in rows else [np.arange(length) for length in lengths]
-        known, masks = [], []
+        advantages = rows.arrays(ADVANTAGE) if ADVANTAGE in rows else [None] * len(rows)
+        known, masks, credits = [], [], []
         for position, length in enumerate(lengths):
             one = logprobs.get(position)
             known.append(None if one is None else _spread(one, places[position], np.full(length, np.nan, np.float32)))
             mask = moving.get(position, np.zeros(len(places[position]), np.float32))
             masks.append(_spread(mask > 0, places[position], np.zeros(length, np.bool_)))
-        return TokenValues(np.asarray(rows.row_ids, np.int64), known, masks)
+            credit = advantages[position]
+            credits.append(None if credit is None else _spread(credit, places[position], np.full(length, np.nan)))
+        return TokenValues(np.asarray(rows.row_ids, np.int64), known, masks, credits)
 
 
 def with_places(rows: Rows) -> Rows:

@@ -1,8 +1,8 @@
 """Writes the samples of some steps for people to read.
 
-Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone
-(`workers/trainer/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token. Pictures are kept beside
-the samples, which name them (`run_directory/picture_folder.py`).
+Columns are those that the store has of the batch, and those that the trainer's ranks know of it alone
+(`workers/trainer/token_recorder.py`), one value a token: `trainer_logprobs`, `loss_mask`, and `advantage` where tokens
+differ in it. Pictures are kept beside the samples, which name them (`run_directory/picture_folder.py`).
 """
 
 import asyncio
@@ -24,9 +24,13 @@ from penstock.workers.trainer.step_report import TokenValues
 COLUMNS = (
     "task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions",
     "behavior_logprobs",
-    "transcript", "turn_tokens", "turn_rewards",
+    "transcript", "turn_tokens", "turn_rewards", "turn_ids",
 )  # fmt: skip
-OF_RANKS = {"trainer_logprobs": pa.list_(pa.float32()), "loss_mask": pa.list_(pa.bool_())}
+OF_RANKS = {
+    "trainer_logprobs": pa.list_(pa.float32()),
+    "loss_mask": pa.list_(pa.bool_()),
+    "advantage": pa.list_(pa.float32()),
+}
 """Columns of `TokenValues`, with their types."""
 
 
@@ -132,6 +136,6 @@ def with_token_values(rows: Rows, of_ranks: Sequence[TokenValues]) -> pa.Table:
             for row, values in zip(rank.row_ids.tolist(), getattr(rank, name), strict=True)
         }
         values = [known.get(row) for row in rows.row_ids.tolist()]
-        if any(one is not None for one in values):
+        if name not in table.column_names and any(one is not None for one in values):
             table = table.append_column(name, pa.array(values, kind, from_pandas=True))  # NaN is null
     return table

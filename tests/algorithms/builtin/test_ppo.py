@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.builtin.ppo import ppo_advantages
-from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.builtin.ppo import ppo, ppo_advantages
+from penstock.algorithms.catalogue import build_dataflow, in_environment
 from penstock.conf.algorithms import PpoConfig
 from penstock.conf.errors import ConfigError, ShapeError
 
@@ -35,6 +35,22 @@ def test_advantages_and_returns_by_hand():
     flat = torch.cat(advantage).tolist()
     assert flat == pytest.approx([0.016667 / 0.375278, 0.366667 / 0.375278, -0.383333 / 0.375278], abs=1e-4)
     assert [len(row) for row in advantage] == [2, 1]
+
+
+def test_turns_are_steps_and_their_tokens_penalties_are_theirs():
+    # two turns of 2 and 1 tokens; k1 = 0.5, 0.5, 0.1, penalties at 0.2: -0.2 for the first turn, -0.02 for the second;
+    # rewards 0.3 - 0.2 and 0.7 - 0.02; gamma = lam = 1: returns 0.78, 0.68, advantages less V 0.28, 0.28, 0.58,
+    # whitened: mean 0.38, squares 0.01 + 0.01 + 0.04 = 0.06, / 2, root 0.173205
+    advantage, returns = ppo_advantages(
+        torch.tensor([1.0]), columns([0.5, 7.0, 0.1]), columns([-1.0, -1.0, -1.0]), columns([-1.5, -1.5, -1.1]), 0.2,
+        columns([0.3, 0.0]), columns([2, 1]), columns([0, 1]), lam=1.0,
+    )  # fmt: skip
+    assert returns[0].tolist() == pytest.approx([0.78, 0.78, 0.68], abs=1e-6)
+    assert advantage[0].tolist() == pytest.approx([-0.1 / 0.173205, -0.1 / 0.173205, 0.2 / 0.173205], abs=1e-4)
+    flow = in_environment(ppo(PpoConfig(advantage="turn_gae"))).check()
+    assert {"turn_rewards", "turn_tokens", "turn_ids"} < set(flow.stage("ppo_advantages").reads)
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage=grpo"):
+        PpoConfig(advantage="grpo")
 
 
 def test_a_coefficient_of_the_batch_is_that_of_the_configuration():

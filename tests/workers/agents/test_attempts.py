@@ -260,6 +260,23 @@ def test_engines_that_are_gone_for_good_end_the_run() -> None:
         play(Played(talk), gone)
 
 
+def test_turns_have_the_state_that_the_environment_says_or_what_they_read() -> None:
+    async def run(ctx: Any) -> None:
+        await talk(ctx, 3)
+        await ctx.sample(asked("here"), state="here")
+        await ctx.sample(asked("there"), state="here")
+
+    attempt, _ = play(Played(run), say("yes"), max_tokens=400)
+    first, second, third, here, there = row_columns([attempt])["turn_states"][0].tolist()
+    assert len({first, second, here}) == 3
+    assert (second, here) == (third, there)
+
+
+def test_a_transcript_names_the_turns_in_it() -> None:
+    attempt, _ = play(Played(talk), say("yes"))
+    assert [message.get("turn") for message in attempt.said] == [None, 0, None, 1, None]
+
+
 def test_a_turn_of_an_opponent_is_not_trained() -> None:
     async def run(ctx: Any) -> None:
         await ctx.sample(asked("me"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.algorithms.graph.columns import SEEN_PICTURES, STANDARD_COLUMNS, TRAJECTORY_COLUMNS
+from penstock.algorithms.graph.columns import SEEN_PICTURES, STANDARD_COLUMNS, TRAJECTORY_COLUMNS, TURN_STATES
 from penstock.store.data.schema import encode
 from penstock.workers.agents.trajectory import (
     FAILED,
@@ -37,6 +37,19 @@ def test_a_row_has_what_was_sampled_in_the_order_of_its_segments() -> None:
     assert np.allclose(columns["behavior_logprobs"][0], [-0.01, -0.02, -2.01, -1.01])
     assert columns["response_text"] == ["three"]
     assert columns["reward"] == [1.5]
+
+
+def test_what_a_turn_has_read_is_its_state_and_pictures_are_part_of_it() -> None:
+    """Turns 1 and 2 read the same after others; with pictures of their own they differ, and not by earlier ones."""
+    first, second, third = turn(0, [1], [2]), turn(1, [1, 2, 5, 7], [3]), turn(2, [1, 2, 5, 7, 3, 5, 7], [4])
+    states = row_columns([Trajectory([first, second, third])])["turn_states"][0].tolist()
+    assert states[0] != states[1] == states[2]
+    for seen, is_same in (((b"a", b"a"), True), ((b"a", b"b"), False)):
+        one = replace(second, pictures=PromptPictures(seen[:1], ((3, 1),)))
+        two = replace(third, pictures=PromptPictures(seen, ((3, 1), (6, 1))))
+        found = row_columns([Trajectory([first, one, two])])["turn_states"][0].tolist()
+        assert (found[1] == found[2]) == is_same
+        assert found[1] != states[1]
 
 
 def test_rewards_read_what_was_said_last_and_not_what_was_thought() -> None:
@@ -117,7 +130,7 @@ def test_a_limit_is_the_finish_reason() -> None:
 def test_the_store_takes_any_history(seed: int) -> None:
     rng = random.Random(seed)
     columns = row_columns([Trajectory(random_turns(rng, 8)) for _ in range(3)])
-    known = {name: STANDARD_COLUMNS[name] for name in (*TRAJECTORY_COLUMNS, *SEEN_PICTURES, "reward")}
+    known = {name: STANDARD_COLUMNS[name] for name in (*TRAJECTORY_COLUMNS, *SEEN_PICTURES, TURN_STATES, "reward")}
     assert columns.keys() == known.keys()
     batch, facts = encode(known, columns, [0, 1, 2])
     assert facts.response_tokens == [sum(numbers) for numbers in batch.column("turn_tokens").to_pylist()]

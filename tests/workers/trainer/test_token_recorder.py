@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.algorithms.graph.stage import ParameterAlias
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.algorithms.losses.policy import interpolated_policy_loss, policy_loss
 from penstock.conf.trainer import LoraConfig
@@ -115,6 +116,16 @@ def test_tokens_of_several_segments_come_in_the_order_they_were_sampled_in(make_
     values, metrics = recorded(make_trainer(), rows, ppo_clip_loss)
     assert [len(mask) for mask in values.loss_mask] == [6, 2]
     assert differences(rows, values).mean() == pytest.approx(metrics["mismatch/logprob_abs_mean"], rel=1e-5)
+
+
+def test_credit_of_tokens_is_kept_where_they_were_sampled(make_trainer: Make) -> None:
+    rows = rows_of([turn(0, [1, 2], [3]), turn(1, [1, 2, 3, 4], [5, 6], version=2)])
+    cut = without_old_turns(with_places(rows), 1, {*TOKENS, PLACES}).with_column("token_advantage", [[0.5, -1.0]])
+    recorder = TokenRecorder()
+    make_trainer().update(cut, ParameterAlias(policy_loss, "advantage", "token_advantage"), recorder)
+    values = recorder.values(cut, [3])
+    assert values is not None
+    np.testing.assert_array_equal(values.advantage[0], [np.nan, 0.5, -1.0])
 
 
 def test_tokens_of_old_turns_have_a_place_and_no_value() -> None:

@@ -124,10 +124,11 @@ class Gymnasium:
         made = await self._call(self._made)
         try:
             observation, _ = await self._call(made.reset, seed=task.seed)
-            messages: list[Message] = [{"role": "user", "content": self._opening(self._text(made, observation))}]
+            state = self._text(made, observation)
+            messages: list[Message] = [{"role": "user", "content": self._opening(state)}]
             is_over = False
             while not is_over:
-                turn = await ctx.sample(messages)
+                turn = await ctx.sample(messages, state=state)
                 action = self._act(turn.answer)
                 if action is None or not made.action_space.contains(action):
                     ctx.count("no_action")
@@ -137,6 +138,7 @@ class Gymnasium:
                     observation, reward, terminated, truncated, _ = await self._call(made.step, action)
                     ctx.reward(float(reward), turn=turn)
                     is_over, text = terminated or truncated, self._text(made, observation)
+                    state = text
                 messages += [turn.message, {"role": "user", "content": text}]
         finally:
             await self._call(made.close)

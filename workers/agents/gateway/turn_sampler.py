@@ -180,6 +180,7 @@ class TurnSampler:
         is_client: bool = False,
         is_retry: bool = False,
         one_call: bool = False,
+        state: str | None = None,
         **options: Any,
     ) -> Turn:
         """Sample the policy's answer to a conversation, with pictures in any form that `conversation.py` reads.
@@ -188,9 +189,9 @@ class TurnSampler:
         must_call: the name of a tool that the answer has to call, "*" for any, in the formats of `forced_call`.
         `train=False`: it is no turn of the attempt (an opponent that the policy plays). `is_client`: the request came
         over HTTP, from a client that may not know of the run. `is_retry`: the client asks again, and gets the answer
-        that it missed, if there is one. `one_call`: of several calls in an answer the first alone is made. Raises
-        `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for options that no engine
-        can take), `DeadlineExceeded`.
+        that it missed, if there is one. `one_call`: of several calls in an answer the first alone is made. `state`:
+        that of the turn (`Turn.state`). Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a
+        `ValueError`, for options that no engine can take), `DeadlineExceeded`.
         """
         messages = kept(messages)
         if name := options.pop(MUST_CALL, None):
@@ -218,7 +219,7 @@ class TurnSampler:
             turn = await self._await_turn(self._turn(number, parent, prompt, sampling, tools, options, one_call))
         finally:
             self.num_under_way -= 1
-        self._turns[number] = turn
+        self._turns[number] = turn = replace(turn, state=state)
         self._count_distribution(options)
         self._context_error = None
         self._by_request[request] = turn

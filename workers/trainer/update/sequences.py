@@ -28,7 +28,7 @@ from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEEN_PICTURES, SEQ
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 
-SPANS = "spans"
+SPANS, TURN_TOKENS = "spans", "turn_tokens"
 TARGETS = "target_ids"
 """Column of tokens to be scored after each token of `prompt_ids`, `[T * K]` int64: K after the first, and so on."""
 TEMPERATURES = "token_temperatures"
@@ -146,14 +146,13 @@ def _with_targets(rows: Rows, positions: np.ndarray, contexts: list[np.ndarray])
 
 def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -> Rows:
     """The rows, with turns that have a token of a version before `oldest` as context. `token_columns`: names of columns
-    with one value a sampled token; those that the rows have are cut alike."""
+    with one value a sampled token; those that the rows have are cut alike. In `turn_tokens` such a turn has none."""
     versions = rows.arrays("token_versions")
     if not any(len(one) and one.min() < oldest for one in versions):
         return rows
     names = [name for name in rows.names if name in token_columns]
-    records = [ROUTED_EXPERTS] if ROUTED_EXPERTS in rows else []
-    places = [SEEN_RANGES] if SEEN_RANGES in rows else []
-    cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, *records, *places, "context_ids", SPANS)}
+    records, places, turns = ([name] if name in rows else [] for name in (ROUTED_EXPERTS, SEEN_RANGES, TURN_TOKENS))
+    cut: dict[str, list[np.ndarray]] = {name: [] for name in (*names, *records, *places, *turns, "context_ids", SPANS)}
     arrays = {name: rows.arrays(name) for name in cut}
     for index, of_row in enumerate(versions):
         context, spans, kept = _demote_old_turns(
@@ -168,6 +167,9 @@ def without_old_turns(rows: Rows, oldest: int, token_columns: Collection[str]) -
             cut[name].append(arrays[name][index].reshape(len(is_read), -1)[is_read].reshape(-1))
         for name in places:
             cut[name].append(_remaining_pictures(arrays[name][index], arrays[SPANS][index], kept))
+        for name in turns:
+            starts = [sampled.start for _, _, sampled in _turns(arrays[SPANS][index])]
+            cut[name].append(arrays[name][index] * kept[starts])
     for name, values in cut.items():
         rows = rows.with_column(name, values)
     return rows

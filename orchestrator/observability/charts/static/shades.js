@@ -6,6 +6,16 @@ const at = (value, index) => (Array.isArray(value) ? value[index] : value);
 const isKnown = (value) => value !== undefined && value !== null;
 const NOTHING = { shade: "", tip: "" };
 
+/** The mean advantage of each turn's tokens, in the order of the tokens; null where none is known. */
+export function credits(sample) {
+  let end = 0;
+  return (sample.turn_tokens ?? []).map((count) => {
+    const known = Array.from({ length: count }, (_, index) => at(sample.advantage, end + index)).filter(isKnown);
+    end += count;
+    return known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : null;
+  });
+}
+
 export const SHADES = {
   logprob: { title: "log-probability", about: "The darker, the less likely the engine found the token." },
   difference: { title: "trainer against engine", about: "The darker, the more their log-probabilities differ. Blue: the trainer finds the token likelier. Orange: less likely. No colour: they agree." },

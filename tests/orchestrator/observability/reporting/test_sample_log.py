@@ -128,11 +128,14 @@ def floats(*values: float) -> np.ndarray:
 
 def test_token_values_of_ranks_go_to_their_rows_and_the_rest_is_null() -> None:
     rows = Rows.from_lists({"reward": [1.0, 2.0, 3.0]})
-    first = TokenValues(np.array([2]), [floats(-1.0, np.nan)], [np.array([True, False])])
-    second = TokenValues(np.array([0]), [None], [np.array([True])])
+    first = TokenValues(np.array([2]), [floats(-1.0, np.nan)], [np.array([True, False])], [floats(np.nan, 0.5)])
+    second = TokenValues(np.array([0]), [None], [np.array([True])], [None])
     table = with_token_values(rows, [first, second])
     assert table["trainer_logprobs"].to_pylist() == [None, None, [-1.0, None]]
     assert table["loss_mask"].to_pylist() == [[True], None, [True, False]]
+    assert table["advantage"].to_pylist() == [None, None, [None, 0.5]]
+    whole = with_token_values(rows.with_column("advantage", [1.0, 0.0, -1.0]), [first])
+    assert whole["advantage"].to_pylist() == [1.0, 0.0, -1.0]  # which the store has
     assert with_token_values(rows, []).column_names == ["group_id", "row_id", "reward"]
     assert with_token_values(rows, [second]).column_names == ["group_id", "row_id", "reward", "loss_mask"]
 
@@ -145,7 +148,7 @@ def test_a_rank_that_does_not_know_the_step_costs_its_columns_but_no_samples(gon
     async def last_batch(columns: list[str]) -> Rows:
         return Rows.from_lists({"reward": [1.0, 2.0]})
 
-    known = TokenValues(np.array([1]), [floats(-2.0)], [np.ones(1, bool)])
+    known = TokenValues(np.array([1]), [floats(-2.0)], [np.ones(1, bool)], [None])
     ranks = [("Trainer-0", FakeHandle(token_values=gone)), ("Trainer-1", FakeHandle(token_values=known))]
     log = SampleLog(config, build_dataflow(config.algorithm), directory, last_batch, lambda: ranks)
     asyncio.run(log.write(1, 2))

@@ -88,6 +88,8 @@ def test_an_agent_in_a_grid_is_told_its_mission_and_what_it_sees() -> None:
     assert told[4].splitlines()[1:] == ["looking down", "wall left 1; green goal ahead 1; wall ahead 2; wall right 3"]
     assert attempt.reward > 0.9
     assert attempt.outcome.kind == COMPLETED
+    seen = [turn.state for turn in attempt.turns]
+    assert [str(seen[0]) in told[0], *seen[1:]] == [True, *told[1:]]
 
 
 def test_what_is_carried_and_doors_are_told() -> None:

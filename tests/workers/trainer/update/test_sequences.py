@@ -144,6 +144,12 @@ def test_an_old_turn_is_read_and_a_young_one_trained() -> None:
     assert np.allclose(found.arrays("behavior_logprobs")[0], [-1.01, -1.02])
 
 
+def test_an_old_turn_has_no_tokens_left_to_be_given_credit() -> None:
+    columns = row_columns([Trajectory([turn(0, [1, 2], [3]), turn(1, [1, 2, 3, 4], [5, 6], version=2)])])
+    rows = Rows.from_lists({name: columns[name] for name in (*COLUMNS, "turn_tokens")})
+    assert without_old_turns(rows, 1, TOKENS).lists("turn_tokens") == [[0, 2]]
+
+
 def test_rows_that_are_young_are_left_as_they_are() -> None:
     rows = rows_of([turn(0, [1, 2], [3], version=1)])
     assert without_old_turns(rows, 1, TOKENS) is rows

@@ -2,7 +2,7 @@
 import { ask } from "../api.js";
 import { h, number } from "../dom.js";
 import { marked, parted } from "../pictures.js";
-import { shadeOf, SHADES } from "../shades.js";
+import { credits, shadeOf, SHADES } from "../shades.js";
 import { tabKeys, tabs } from "../tabs.js";
 
 const PAGE = 50;
@@ -135,7 +135,7 @@ export class RolloutsPage {
       h("p.faint", {}, [`reward ${number(sample.reward)}`, sample.advantage === undefined ? "" : `advantage ${number(mean(sample.advantage))}`, `${line.tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ")),
       ...ownValues(sample),
       ...(task.prompt ? [h("h3", {}, "Prompt"), h("pre.text", {}, marked(String(task.prompt), said ? [] : pictures, this.id, clipped))] : []),
-      ...(said ? [h("h3", {}, "Conversation"), conversation(said, pictures, this.id)] : []),
+      ...(said ? [h("h3", {}, "Conversation"), conversation(said, sample, pictures, this.id)] : []),
       h("h3", {}, "Tokens ", h("label.faint", {}, shades)), this.tokens(), h("p.faint.scale", {}, SHADES[this.shade].about),
       ...(task.answer === undefined || task.answer === null ? [] : [h("h3", {}, "Answer"), h("pre.text", {}, clipped(task.answer))]),
       h("h3", {}, `The group: ${this.group.length} attempts`),
@@ -153,17 +153,18 @@ export class RolloutsPage {
 
   tokens() {
     const { sample } = this;
-    const ends = new Set();
+    const ends = new Map();
     let end = 0;
-    for (const count of sample.turn_tokens ?? []) ends.add((end += count));
+    const told = earned(sample);
+    (sample.turn_tokens ?? []).forEach((count, place) => ends.set((end += count), told[place]));
     const few = sample.token_texts.slice(0, MOST_TOKENS);
     const left = sample.token_texts.length - few.length;
     return h("pre.tokens", {}, few.flatMap((text, index) => {
       const { shade, tip } = shadeOf(this.shade, sample, index);
       const token = h("span", { title: `${JSON.stringify(text)} ${tip}` }, text === "" ? "␣" : text);
       if (shade) token.style.background = shade;
-      return ends.has(index) && index ? [h("span.turn", { title: "next turn" }, "¶\n"), token] : [token];
-    }), left ? h("span.turn", {}, ` … and ${number(left)} more tokens`) : null);
+      return ends.has(index) && index ? [h("span.turn", { title: "next turn" }, `¶ ${ends.get(index)}\n`), token] : [token];
+    }), ends.has(few.length) ? h("span.turn", {}, ` ${ends.get(few.length)}`) : null, left ? h("span.turn", {}, ` … and ${number(left)} more tokens`) : null);
   }
 
   async changed(ids) {
@@ -232,13 +233,23 @@ function excerpt(row) {
   return said.replace(/\s+/g, " ").slice(0, 120) || "(nothing)";
 }
 
-/** Who said what, tools and their answers included. */
-function conversation(messages, pictures, run) {
+/** The credit of each turn, and its own reward if some turn has one, as texts in the order of the tokens. */
+function earned(sample) {
+  const rewards = (sample.turn_rewards ?? []).some(Boolean) ? sample.turn_rewards : [];
+  return credits(sample).map((credit, place) =>
+    [credit === null ? "" : `credit ${number(credit)}`, place in rewards ? `reward ${number(rewards[place])}` : ""].filter(Boolean).join(" · "));
+}
+
+/** Who said what, tools and their answers included, and under each turn of the policy what it has earned. */
+function conversation(messages, sample, pictures, run) {
+  const told = earned(sample);
+  const ofTurn = (message) => told[(sample.turn_ids ?? []).indexOf(message.turn)];
   const shown = (content) => (Array.isArray(content) ? parted(content, pictures, run, clipped) : clipped(typeof content === "string" ? content : JSON.stringify(content)));
   return h("div.talk", {}, messages.map((message) => h(`div.said.${/^\w+$/.test(message.role) ? message.role : "other"}`, {},
     h("b", {}, message.role), message.reasoning_content ? h("pre.text.faint", {}, clipped(message.reasoning_content)) : null,
     message.content ? h("pre.text", {}, shown(message.content)) : null,
-    (message.tool_calls ?? []).map((call) => h("pre.text.call", {}, clipped(`${call.function?.name}(${JSON.stringify(call.function?.arguments)})`))))));
+    (message.tool_calls ?? []).map((call) => h("pre.text.call", {}, clipped(`${call.function?.name}(${JSON.stringify(call.function?.arguments)})`))),
+    ofTurn(message) ? h("p.faint.credit", {}, ofTurn(message)) : null)));
 }
 
 /** A line with what the dataflow's own columns have of a sample. */
