@@ -60,6 +60,8 @@ class Sampling:
     log-probabilities. vLLM alone does it."""
     priority: int = 0
     """Priority among requests that wait for an engine: lower ones are served first."""
+    policy: str = ""
+    """Policy that is asked, where several are trained; empty: there is one."""
 
     def __post_init__(self) -> None:
         self._number("temperature", float, 0, HIGHEST_TEMPERATURE)
