@@ -72,6 +72,27 @@ def test_taking_all_ends_and_the_workspace_stays(room, attacked, name):
     assert descendants(attacked.worker.keeper) == []
 
 
+HUNGRY = """
+import os
+for path in ("/proc/self/oom_score_adj", "/proc/1/oom_score_adj"):
+    try: open(path, "w").write("0")
+    except OSError as error: print(error.strerror, flush=True)
+files = [os.memfd_create(str(number)) for number in range(4)]
+for file in files:
+    if os.fork() == 0: break
+while True: os.write(file, bytes(1 << 20))
+"""
+
+
+def test_where_memory_runs_out_the_keeper_of_the_tree_is_ended_last(room, attacked):
+    """Small processes with much memory that is none's own: the keeper would be the largest, and they the last to go."""
+    for _ in range(3):
+        outcome = python(room, attacked, HUNGRY)
+        assert outcome.stdout in ("", "Read-only file system\n" * 2), outcome
+        assert not outcome.is_success
+        assert room.run(attacked, "cat mine").stdout == "kept\n"
+
+
 def test_calls_with_which_kernels_were_broken_are_refused(room, attacked):
     calls = {name: call for name, call in CALLS.items() if name not in ALLOWED}
     lines = [PRELUDE, "found = {}"]

@@ -330,7 +330,7 @@ def main() -> None:
         keeper: Keeper = execute(source, "workspace").__dict__["WorkspaceKeeper"](control, options)
     else:
         keeper = Keeper(control, options["limits"], options["programs"])
-    if not options.get("resumed"):
+    if "counted" not in options:
         guard_devices(options["devices"])
     if options["rehearse"]:
         rehearse()

@@ -40,7 +40,7 @@ from penstock.workers.sandbox.inside import (
     take_files,
 )
 
-NO_SUID_DEVICES, NO_PROGRAMS = 2 | 4, 8
+READ_ONLY, NO_SUID_DEVICES, NO_PROGRAMS = 1, 2 | 4, 8
 BIND = 4096
 LOWER, SPACE = "/original", "/changes"
 OWN_UPPER = NUM_FILES
@@ -71,21 +71,19 @@ class WorkspaceKeeper(Keeper):
         self.proc = os.stat("/proc").st_dev
 
     def serve(self) -> None:
-        is_new = not self.options.get("resumed")
-        if is_new:
+        if "counted" not in self.options:
+            self.control.send(b"ready")
+            self.options["counted"] = self.control.recv(64).decode()  # a control group counts what comes from here on
+            if not self.options["counted"]:
+                return
             self.mount_tree()
-        self.control.send(f"ready {self.kind}".encode())
-        counted = self.control.recv(64).decode()
-        if not counted:
-            return
-        if counted == "rest":  # whoever woke it has given up
-            self._rest()
-        self.program = self.programs[counted]
+            if self.options["counted"] == "uncounted":
+                checked("umount2", b"/dev/zero", MNT_DETACH)
+        self.program = self.programs[self.options["counted"]]
         self.limits |= {"num_descriptors": NUM_DESCRIPTORS}
-        if counted == "counted":  # the group bounds memory, and some programs reserve more addresses than they use
+        if self.options["counted"] == "counted":  # some programs reserve more addresses than they use
             self.limits |= {"memory_bytes": -1}
-        elif is_new:
-            checked("umount2", b"/dev/zero", MNT_DETACH)
+        self.control.send(self.kind.encode())
         while True:
             message, ancillary, _, _ = self.control.recvmsg(64, _socket.CMSG_LEN(4 * NUM_FILES))
             if not message:
@@ -138,7 +136,10 @@ class WorkspaceKeeper(Keeper):
             except OSError:  # kernels before 5.11 mount none in a namespace
                 self.kind = "copy"
         if self.kind == "copy":
-            shutil.copytree(LOWER, upper, symlinks=True, dirs_exist_ok=True)
+            try:
+                shutil.copytree(LOWER, upper, symlinks=True, dirs_exist_ok=True)
+            except OSError as error:
+                raise SystemExit(f"its tree cannot be copied into memory: {str(error)[-200:]}") from None
             checked("mount", upper.encode(), self.at.encode(), None, BIND, None)
         checked("mount", tmp.encode(), b"/tmp", None, BIND, None)
         self.upper = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -156,7 +157,7 @@ class WorkspaceKeeper(Keeper):
         for number, file in enumerate((self.control.fileno(), self.upper), 3):
             os.dup2(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 64), number)
         self.options["workspace"] |= {"kind": self.kind, "upper": 4}
-        options = json.dumps(self.options | {"control": 3, "resumed": True})
+        options = json.dumps(self.options | {"control": 3})
         words = [*sys.orig_argv[:-1], options]
         os.execv("/bin/sh", ["sh", "-c", 'read -r line <&3 && exec "$0" "$@"', *words])
 
@@ -167,10 +168,11 @@ class WorkspaceKeeper(Keeper):
             task = request.get("do", "python")
             is_code = task in ("run", "python")
             take_files(files if is_code else [*files, self.upper])
-            if is_code:
-                checked("mount", b"proc", b"/proc", b"proc", NO_SUID_DEVICES | NO_PROGRAMS, None)
-            # The kernel is to end commands where memory runs out, and not the keeper, which has the tree.
+            # Where memory runs out, the kernel is to end commands and not the keeper, which has the tree. They cannot
+            # undo this in a /proc that is read-only.
             os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
+            if is_code:
+                checked("mount", b"proc", b"/proc", b"proc", READ_ONLY | NO_SUID_DEVICES | NO_PROGRAMS, None)
             fence_in(self.limits if is_code else self.limits | {"file_bytes": self._packed_bytes()}, self.program)
             os.chdir(self.at)
             code = getattr(self, f"do_{task}")(request) or 0

@@ -68,8 +68,6 @@ class FenceWorker:
         self.cgroup: Cgroup | None = None
         self.without_cgroup = ""
         """The reason why there is no control group."""
-        self.ready = ""
-        """The keeper's first message."""
         self.num_executions = 0
         self.view: WorkspaceView | None = None
         self._readiness: asyncio.Future[None] | None = None
@@ -203,9 +201,8 @@ class FenceWorker:
         async with asyncio.timeout(START_S):
             await self._readable()
         message, ancillary, _, _ = self.control.recvmsg(64, socket.CMSG_SPACE(CREDENTIALS.size))
-        if not message.startswith(b"ready"):
+        if message != b"ready":
             raise ConnectionError("the program inside ended")
-        self.ready = message.decode()
         self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
         self.handle = os.pidfd_open(self.keeper)
         await self._join_cgroup()
@@ -352,6 +349,11 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 def _help(said: str) -> str:
+    if said.startswith("its tree"):
+        return (
+            f"workspace: {said[:500]}. Give it more (tmp_bytes and tmp_files of its limits), or a kernel that has "
+            "overlayfs in memory (6.6), which copies only what is changed."
+        )
     if "mount proc" in said:
         return (
             f"sandbox: a workspace has a /proc of its own, which cannot be mounted here: {said[:500]}. The kernel "

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from penstock.conf.errors import InfrastructureError, WorkspaceError
 from penstock.workers.sandbox.execution import Ending, Limits
-from penstock.workers.sandbox.sandbox_worker import CREDENTIALS, GRACE_S, START_S, FenceWorker, UsageMeter
+from penstock.workers.sandbox.sandbox_worker import CREDENTIALS, START_S, FenceWorker, UsageMeter
 
 _LOG = logging.getLogger("penstock")
 IDLE_S = 2.0
@@ -33,7 +33,9 @@ class WorkspaceWorker(FenceWorker):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._is_resting = self._is_waking = False
+        self.kind = ""
+        """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
+        self._is_resting = self._is_used_up = False
         self._num_unread = 0
         """Number of messages that the keeper owes: on requests whose caller was cancelled, too."""
         self._loop = asyncio.get_running_loop()
@@ -57,15 +59,19 @@ class WorkspaceWorker(FenceWorker):
         """Limits of a process: where a control group bounds memory, addresses are not bounded."""
         return replace(self.limits, memory_bytes=-1) if self.cgroup is not None else self.limits
 
-    @property
-    def kind(self) -> str:
-        """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
-        return self.ready.split()[1]
+    async def _handshake(self) -> None:
+        await super()._handshake()
+        async with asyncio.timeout(START_S):
+            await self._readable()
+        self.kind = self.control.recv(64).decode()
+        if not self.kind:
+            raise ConnectionError("the program inside ended")
 
     async def execute_with(
         self, files: ExitStack, request: dict[str, Any], typed: int, wall_s: float | None = None, answer: int = -1
     ) -> Ending:
-        """Do what `FenceWorker` does. Raises `InfrastructureError` if the fence is gone, and the tree with it."""
+        """Do what `FenceWorker` does. Raises `InfrastructureError` if the fence is gone, and the tree with it;
+        `WorkspaceError` if an earlier command has used up its memory."""
         await self._attend()
         try:
             ending = await super().execute_with(files, request, typed, wall_s, answer)
@@ -74,8 +80,9 @@ class WorkspaceWorker(FenceWorker):
             with suppress(OSError):
                 self.control.send(END)
             raise
-        if not self.is_open:
+        if not self.is_open and not ending.out_of_memory:
             self._lost("ended")
+        self._is_used_up = not self.is_open
         return ending
 
     async def ended(self, deadline_s: float, meter: UsageMeter) -> tuple[dict[str, Any], bool]:
@@ -83,7 +90,7 @@ class WorkspaceWorker(FenceWorker):
         facts, is_over = await super().ended(deadline_s, meter)
         if facts.get("lost"):
             self.control.send(END)
-            async with asyncio.timeout(GRACE_S):
+            async with asyncio.timeout(START_S):
                 await self._readable()
             facts = self._report() | {"in_time": True}
         return facts, is_over
@@ -129,11 +136,8 @@ class WorkspaceWorker(FenceWorker):
         await self._read_owed()
         if self._is_resting:
             self._ask(WAKE)
-            self._is_resting, self._is_waking = False, True
+            self._is_resting = False
             await self._read_owed()
-        if self._is_waking:
-            self.control.send(b"counted" if self.cgroup is not None else b"uncounted")
-            self._is_waking = False
 
     def _ask(self, message: bytes) -> None:
         with suppress(OSError):  # what is lost is noticed where the answer is read
@@ -153,6 +157,11 @@ class WorkspaceWorker(FenceWorker):
 
     def _lost(self, what: str) -> NoReturn:
         self.close()
+        if self._is_used_up:
+            raise WorkspaceError(
+                f"workspace: a command used up its {self.limits.memory_bytes:,} bytes of memory (Limits.memory_bytes), "
+                "and what was changed in it is lost with it."
+            )
         raise InfrastructureError(
             f"workspace: its fence {what}, and what was changed in it is lost. Did the machine run out of memory, or "
             "did someone kill it? An attempt that it belongs to is played again (environment.retries)."

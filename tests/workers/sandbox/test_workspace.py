@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
+import signal
 import tarfile
 import tempfile
 import threading
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.conf.errors import ConfigError, InfrastructureError, NotStarted, WorkspaceError
+from penstock.conf.errors import ConfigError, InfrastructureError, NotStarted, SandboxUnavailable, WorkspaceError
 from penstock.workers.sandbox import inside_workspace, workspace_worker
 from penstock.workers.sandbox import workspace as workspace_module
 from penstock.workers.sandbox.cgroup import descendants
 from penstock.workers.sandbox.execution import MIB, Limits
+from penstock.workers.sandbox.sandbox_worker import UsageMeter
 from penstock.workers.sandbox.workspace import LIMITS, Workspace, Workspaces, checked_here
 from tests.processes import GONE_S
 from tests.sandbox.conftest import in_a_loop
@@ -427,6 +429,30 @@ async def test_closing_waits_no_longer_than_its_deadline(repository, monkeypatch
     await workspaces.close()
     assert f"process {ws.worker.process.pid} of its fence is not gone after 0.05 s" in caplog.text
     may_end.set()
+
+
+def test_a_workspace_that_is_lost_with_its_memory_is_its_commands_failure(room, ws, monkeypatch):
+    def killed(meter: object) -> bool:
+        os.kill(ws.worker.keeper, signal.SIGKILL)
+        return True
+
+    monkeypatch.setattr(UsageMeter, "was_killed", killed)
+    assert room.run(ws, "sleep 60").reason == "memory"
+    with pytest.raises(WorkspaceError, match="a command used up its 2,147,483,648 bytes of memory"):
+        room.run(ws, "echo 1")
+
+
+def test_a_copy_is_made_in_the_control_group_that_counts_it(tmp_path):
+    (tmp_path / "big").write_bytes(bytes(40 * MIB))
+    room = Room(tmp_path)
+    room.workspaces.first_kind = "copy"
+    group = room.open().worker.cgroup
+    if group is not None:
+        file = "memory.current" if group.version == 2 else "memory.usage_in_bytes"
+        assert int((group.directories[0] / file).read_text()) > 40 * MIB
+    with pytest.raises(SandboxUnavailable, match="No space left"):
+        room.open(limits=replace(LIMITS, tmp_bytes=20 * MIB))
+    room.close()
 
 
 def test_many_trees_leave_few_on_disk_and_no_fences_that_stand_by(tmp_path, monkeypatch):
