@@ -43,8 +43,8 @@ from penstock.workers.weights.publication.adapter import find_targets
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SANDBOXED = ("python_tests", "sql_result")
 """Rewards that run code."""
-REPOSITORY = "repository"
-"""Environment whose commands run in workspaces."""
+IN_WORKSPACES = ("repository", "harbor")
+"""Environments whose commands run in workspaces."""
 WANDB_OWN_MODES = (*WANDB_MODES, "shared", "dryrun", "run")
 """Modes that W&B itself takes."""
 
@@ -240,7 +240,7 @@ def _check_length(what: str, longest: int, max_model_len: int) -> None:
 
 def runs_code(config: RunConfig) -> bool:
     """Return whether the run executes code that a model wrote, as far as the configuration shows."""
-    in_workspaces = config.environment.name == REPOSITORY
+    in_workspaces = config.environment.name in IN_WORKSPACES
     return bool(_options_of_rewards(config)) or _environment_runs_code(config) or in_workspaces
 
 
@@ -249,7 +249,7 @@ def limits_of_code(config: RunConfig) -> list[Limits]:
     found = [limits_of(options.get("limits")) for options in _options_of_rewards(config)]
     if _environment_runs_code(config):
         found.append(Limits.of(config.environment.sandbox))
-    if config.environment.name == REPOSITORY:
+    if config.environment.name in IN_WORKSPACES:
         found.append(replace(LIMITS, require_cgroup=config.environment.sandbox.require_cgroup))
     return list(dict.fromkeys(found))
 

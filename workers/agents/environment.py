@@ -47,6 +47,7 @@ BUILTIN = {
     for name in (
         "agent",
         "gymnasium",
+        "harbor",
         "repository",
         "textarena",
         "reasoning_gym",
@@ -195,14 +196,16 @@ class Context:
         *,
         at: str = "/workspace",
         show: Sequence[str | os.PathLike[str]] = (),
+        links: Mapping[str, str] | None = None,
         variables: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> AbstractAsyncContextManager[Workspace]:
         """Open a copy-on-write tree for commands that the model wrote, one after the other and with state:
         `async with ctx.workspace("repository.tar.gz") as ws: await ws.run("ls")`. `source`: a directory or an archive,
         unpacked once a node. `at`: its directory inside. `show`: paths of this machine that commands may read.
-        `variables`: of their environment. `limits`: other than those of `workspace.LIMITS`."""
-        return self._make_workspace(source, at=at, show=show, variables=variables, limits=limits)
+        `links`: symbolic links, by their places. `variables`: of their environment. `limits`: other than those of
+        `workspace.LIMITS`."""
+        return self._make_workspace(source, at=at, show=show, links=links, variables=variables, limits=limits)
 
     def reward(self, value: float, turn: Turn | None = None) -> None:
         """Add to the attempt's reward; with `turn`, to that turn's. Raises `ValueError` for what is no finite

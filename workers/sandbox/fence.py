@@ -200,6 +200,8 @@ class WorkspaceView:
     """Directory inside where the workspace's tree is."""
     shown: tuple[Path, ...] = ()
     """Paths of this machine that are shown read-only at their own places."""
+    links: tuple[tuple[str, str], ...] = ()
+    """Symbolic links inside: their places, and what they lead to."""
 
 
 def find_bwrap() -> Path:
@@ -293,6 +295,8 @@ def workspace_words(view: WorkspaceView, etc: Sequence[int]) -> list[str]:
         words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     for path in view.shown:
         words += shown(path)
+    for place, target in view.links:
+        words += [*above(Path(place)), "--symlink", target, place]
     for descriptor, path_inside in zip(etc, ETC, strict=True):
         words += ["--perms", "0644", "--file", str(descriptor), path_inside]
     return words

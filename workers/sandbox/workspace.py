@@ -305,12 +305,14 @@ class Workspaces:
         *,
         at: str = "/workspace",
         show: Sequence[str | os.PathLike[str]] = (),
+        links: Mapping[str, str] | None = None,
         variables: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> AsyncIterator[Workspace]:
         """Open a workspace with a tree: a directory or an archive. `at`: its directory inside. `show`: paths of this
         machine that commands may read at their own places, such as an environment with the tree's dependencies.
-        `variables`: of commands' environment. Raises `ConfigError`, `SandboxUnavailable`."""
+        `links`: symbolic links at other places, such as {"/logs": "/tmp/logs"}. `variables`: of commands' environment.
+        Raises `ConfigError`, `SandboxUnavailable`."""
         if self._is_closed:
             raise NotStarted("Workspaces: they are closed. Make others.")
         limits = limits or LIMITS
@@ -334,7 +336,8 @@ class Workspaces:
         try:
             with time_limit_paused():
                 tree = await self._tree(origin)
-            spec = WorkspaceSpec(origin, WorkspaceView(tree.path, at, shown), limits, dict(variables or {}))
+            view = WorkspaceView(tree.path, at, shown, tuple((links or {}).items()))
+            spec = WorkspaceSpec(origin, view, limits, dict(variables or {}))
             async with await self.opened(spec) as workspace:
                 yield workspace
         finally:
