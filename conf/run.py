@@ -219,6 +219,13 @@ class RunConfig:
         return (self.max_staleness > 0 or self.evaluation.num_workers > 0) and takes_newcomers(self) and can_end
 
     @property
+    def num_publications(self) -> int:
+        """Number of publications that a node with engines has room for: two take turns, and one stays while engines
+        that are lent evaluate it."""
+        can_lend = self.num_engines > 1 or self.rollout.follows_cluster
+        return 3 if self.evaluation.every_steps and self.evaluates_beside and can_lend else 2
+
+    @property
     def num_engines(self) -> int:
         """Number of engines that the run starts with, those of evaluations included."""
         return self.rollout.least_workers + self.evaluation.num_workers

@@ -121,6 +121,9 @@ class PlayedAgent(Member):
     async def wait_for_version(self, version: int, timeout_s: float) -> None:
         await asyncio.sleep(PUBLISH_S)
 
+    async def keep_version(self, version: int | None) -> bool:
+        return False
+
     async def reclaim_versions(self) -> None: ...
 
     async def measure_link(self, address: Address) -> float:

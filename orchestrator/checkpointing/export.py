@@ -7,8 +7,9 @@ that is imported late.
 """
 
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from penstock.orchestrator.cluster.fleet.fleet import Fleet
 from penstock.orchestrator.cluster.ray_calls import answers
 from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.workers.models.model_files import check_exported, remove_weights
+from penstock.workers.protocols import Publication
 from penstock.workers.runtime.local_files import staged_directory
 from penstock.workers.runtime.url_files import absolute, is_url, list_names, upload_directory
 
@@ -70,6 +72,25 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
     target = absolute(str(directory))
     if list_names(target) or Path(target).is_file():
         raise ConfigError(f"{directory} is there and not empty. Give the name of a new directory.")
+    with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
+        written = Path(f"{folder}/model" if is_url(target) else target)
+        with _trainer_of(place, dtype) as trainer, staged_directory(written) as part:
+            trainer.export(str(part))
+        if is_url(target):
+            upload_directory(written, target)
+    return str(directory)
+
+
+def publish_checkpoint(place: str, root: str, version: int) -> Publication:
+    """Write the weights of a checkpoint below `root` as the run has published them. Raises `CheckpointError`,
+    `ModelError`, `WeightError`."""
+    with _trainer_of(place) as trainer:
+        return trainer.publish(root, version)
+
+
+@contextlib.contextmanager
+def _trainer_of(place: str, dtype: str = "") -> "Iterator[PolicyTrainer]":
+    """A trainer of a single rank in the state of a checkpoint."""
     from penstock.workers.trainer.training_state import TrainingState
 
     checkpoint = open_checkpoint(absolute(place))
@@ -77,17 +98,12 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str
         if is_url(checkpoint.model_path):
             bring_model(checkpoint.model_path, Path(folder, "base"))
             checkpoint = replace(checkpoint, model_path=f"{folder}/base")
-        written = Path(f"{folder}/model" if is_url(target) else target)
         trainer = open_trainer(checkpoint, dtype)
         try:
             TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)
-            with staged_directory(written) as part:
-                trainer.export(str(part))
+            yield trainer
         finally:
             trainer.close()
-        if is_url(target):
-            upload_directory(written, target)
-    return str(directory)
 
 
 def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> "PolicyTrainer":

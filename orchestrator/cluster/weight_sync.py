@@ -36,10 +36,12 @@ from penstock.orchestrator.cluster.ray_calls import (
     kind_of,
     outcomes,
     translate,
+    try_all,
 )
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import Broadcast, ChunkPlan
 from penstock.workers.weights.engine_calls import ActorEngines, Delivery
+from penstock.workers.weights.publication.publication_files import publication_directory
 
 SOURCE_CHECK_S = 0.2
 """Seconds between two checks that the nodes a version comes from are alive."""
@@ -152,6 +154,14 @@ class WeightRelays:
     async def reclaim(self) -> None:
         """Remove old publications once engines have loaded a newer one."""
         await self._tell(self._nodes, self._used, "reclaim_versions", phase="reclaim publications", needed=())
+
+    async def keep(self, version: int | None) -> bool:
+        """Have nodes that have a version keep it beside those that take turns; None: no other. Returns whether one
+        has it. A node that does not answer keeps none."""
+        phase = "keep a publication"
+        nodes = list(self._look().agents.values())
+        heard = await try_all(nodes, "keep_version", version, phase=phase, timeout_s=self._timeout_s)
+        return any(answer is True for answer in heard)
 
     async def bring(self, engines: Handles) -> bool:
         """Bring the newest version to the nodes of engines that have come since it began. False: it cannot be brought
@@ -392,6 +402,21 @@ class WeightSync:
             except WeightError:
                 if loaded is self._newest:
                     raise  # else its file has been used again meanwhile
+
+    async def keep(self, version: int | None) -> bool:
+        """Have nodes keep a version beside those that take turns, until the next call; None: no other. Returns whether
+        it is there to be kept."""
+        return await self._between_nodes.keep(version)
+
+    async def load_kept(self, version: int, members: Handles) -> None:
+        """Have lent engines load a version that their nodes keep. Raises `WeightError` where one has it no more."""
+        await self.load_older(Publication(str(publication_directory(self._root, version)), version), members)
+
+    async def load_older(self, publication: Publication, members: Handles) -> None:
+        """Have lent engines load an older version, until they `catch_up`. Raises as that does."""
+        phase = f"load version {publication.version}"
+        await self._all(members, "load", (publication, self._epoch), phase, SYNC_PHASES)
+        self.serving |= dict.fromkeys((name for name, _ in members), publication.version)
 
     async def _wait_until_reached(self, members: Handles) -> None:
         """Wait until the newest version lies where these engines are. Raises `DeadlineExceeded`."""

@@ -45,7 +45,7 @@ from penstock.conf.weights import STREAMS, choose_transport, replaces_members, s
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.rank_memory import RankMemory, RankSetting, rank_memory
-from penstock.workers.weights.publication.costs import COPIES, STATE_BYTES, TURNS
+from penstock.workers.weights.publication.costs import COPIES, STATE_BYTES
 
 STEP_TOKENS = 8192
 """Most tokens of one step, unless rollout.engine_options.max_num_batched_tokens says it: vLLM's default on an H100."""
@@ -365,7 +365,8 @@ def host_parts(
     counts = {role: sum(actor.role == role for actor in actors) for role in (*WITH_TORCH, "store")}
     parts = [*_of_ranks(memory, counts["trainer"], num_nodes), *_of_engines(memory, counts["rollout"])]
     if choose_transport(config) == "shm" and counts["trainer"] + counts["rollout"]:
-        parts.append(HostPart("publications of the weights", SHARED, TURNS * memory.publication_bytes))
+        published = config.num_publications * memory.publication_bytes
+        parts.append(HostPart("publications of the weights", SHARED, published))
     for name, one in memory.ranks.items():
         scorers = sum(actor.role == "scorer" and f"Scorer-{actor.stage}" == name for actor in actors)
         if not config.trainer.num_gpus_per_rank:

@@ -68,7 +68,6 @@ from penstock.workers.runtime.url_files import is_url, list_names
 from penstock.workers.trainer.checkpointing.plain_data import states_to_text
 from penstock.workers.weights.publication.costs import (
     BUSES,
-    TURNS,
     PublicationTimes,
     SharedMemory,
     how_to_enlarge,
@@ -464,7 +463,7 @@ def describe_weights(config: RunConfig) -> str:
     if (num_elements := elements_of(config)) is None:
         return f"{told[0]}; how much is known once the model is here"
     size = publication_bytes(num_elements, config.rollout.dtype)
-    told.append(f"{_size(size)} a publication, {TURNS} of them on each node with engines")
+    told.append(f"{_size(size)} a publication, {config.num_publications} of them on each node with engines")
     if config.trainer.num_gpus_per_rank and config.rollout.num_gpus_per_worker:
         told += [describe_times(way_of(config, size)), describe_wait(config, way_of(config, size))]
     if not is_elsewhere():
@@ -504,9 +503,9 @@ def describe_wait(config: RunConfig, way: PublicationTimes) -> str:
 def check_shared_memory(config: RunConfig, num_elements: int, memory: SharedMemory) -> list[str]:
     """Describe what the shared memory of a machine that all of the run is on has no room for, and the promise that
     lapses with it. Raises `ResourceError` if that is the publications."""
-    publications = TURNS * publication_bytes(num_elements, config.rollout.dtype)
+    publications = config.num_publications * publication_bytes(num_elements, config.rollout.dtype)
     if memory.total_bytes < publications:
-        raise too_small("This machine", memory.total_bytes, publications)
+        raise too_small("This machine", memory.total_bytes, publications, config.num_publications)
     if not (config.faults.keep_state and replaces_members(config)) or config.trainer.lora.rank:
         return []
     kept = state_copy_bytes(num_elements)

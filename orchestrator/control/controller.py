@@ -101,16 +101,17 @@ class Controller:
         self.members = Membership(context, self._recovery, catch_up_by_role(config, self._weights), wanted)
         self._engines = EngineDirectory(fleet)
         self.loans = EngineLoans(fleet, config, self._weights.catch_up, self._engines.tell)
+        self._saving = CheckpointWriter(context)
         self._evaluations = Evaluations(
-            context, evaluator, self.loans, self._report_evaluation, lambda: self.is_preempted
-        )
+            context, evaluator, self.loans, self._weights, self._saving, self._report_evaluation,
+            lambda: self.is_preempted,
+        )  # fmt: skip
         if config.finishes_sequences:
             self._weights.update = self.loans.update
         self._observer = Observer(
             context, self._recovery, self._watch, lambda: self._loop.weights_state(), self._counters, sinks
         )
         self._loop = self._make_loop(context)
-        self._saving = CheckpointWriter(context)
         self._handover = handover if handover is not None else Handover(Owner(), lambda owner: b"")
         time_s = config.faults.preemption_s if config.checkpoint.every_steps else 0.0
         self._preemption = Preemption(time_s, self.progress.note)

@@ -7,24 +7,36 @@ version before it is measured.
     own engines      are lent throughout (`evaluation.num_workers`): they load version n, and measure it
 
 One evaluation runs at a time; the next waits for it. What it measures is reported as that of its version, in a line of
-its own (`evaluation/step`), after later steps' lines. Where none of its engines is left it is lost, and counted: no
-other version is measured in its place.
+its own (`evaluation/step`), after later steps' lines. Where none of its engines is left, or the run has continued
+without it, another engine is lent and loads the version:
+
+    publication   nodes keep that of the version while it is measured, beside the two that take turns
+    checkpoint    of that step, in a run that has resumed or lost the nodes: the publication is made again of it
+
+Where there is neither it is lost, and counted: no other version is measured in its place.
 """
 
 import asyncio
+import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from penstock.conf.checks import AUTO
-from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.conf.errors import DeadlineExceeded, PenstockError, WeightError, WorkerDied
+from penstock.orchestrator.checkpointing.checkpoints import CheckpointWriter
+from penstock.orchestrator.checkpointing.export import publish_checkpoint
 from penstock.orchestrator.cluster.fleet.fleet import Fleet
-from penstock.orchestrator.cluster.ray_calls import Handles, held_back, is_recoverable, try_all
+from penstock.orchestrator.cluster.ray_calls import Handles, answer, held_back, is_recoverable, try_all
+from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.control.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.control.loans import EngineLoans
 from penstock.orchestrator.run_context import RunContext
+from penstock.workers.protocols import Publication
 
 LOST = "evaluation/lost"
 """Metric: number of evaluations that came to no result."""
@@ -32,7 +44,7 @@ EVENT = "evaluation_lost"
 MARGIN = 0.9
 """Share of the time until the next evaluation in which this one is to be done."""
 LOOK_S = 1.0
-"""Seconds between two looks whether a run that waits for an evaluation is preempted."""
+"""Seconds between two looks whether a run that waits for an evaluation is preempted, or an engine can be lent."""
 PRESENT_S = 10.0
 """Deadline for an engine to say which version it has."""
 
@@ -76,6 +88,8 @@ class Evaluation:
     step: int
     engines: Handles
     are_lent: bool
+    is_kept: bool = False
+    """True if nodes keep the publication of its version."""
 
 
 Report = Callable[[int, Mapping[str, float], float], None]
@@ -90,6 +104,8 @@ class Evaluations:
         context: RunContext,
         evaluator: Evaluator | None,
         loans: EngineLoans,
+        weights: WeightSync,
+        saving: CheckpointWriter,
         report: Report,
         is_preempted: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -102,6 +118,7 @@ class Evaluations:
         self._own = [f"Rollout-{index}" for index in range(first, end)] if self._are_beside else []
         """Names of the engines that sample for evaluations alone."""
         self._evaluator, self._loans, self._report = evaluator, loans, report
+        self._weights, self._saving = weights, saving
         self._is_preempted = is_preempted
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[None] | None = None
@@ -123,6 +140,7 @@ class Evaluations:
     async def reserve(self) -> None:
         """Take the engines that are evaluations' own out of their role, also those in the places of lost ones."""
         if self._own:
+            self._fleet.reserve(self._own)
             await self._loans.take(self._own)
 
     def is_beside(self, step: int) -> bool:
@@ -149,7 +167,9 @@ class Evaluations:
             await self._start(Evaluation(step, own, are_lent=True))
             return
         engines = self._fleet.role("rollout")
-        number = engines_to_lend(self._config.evaluation.share, len(engines), self._engine_s, until_next_s)
+        # Where engines finish their sequences one by one before they load, one of those left is to sample meanwhile.
+        num_others = len(engines) - 1 if self._config.finishes_sequences and len(engines) > 2 else len(engines)
+        number = engines_to_lend(self._config.evaluation.share, num_others, self._engine_s, until_next_s)
         lent = await self._loans.take([name for name, _ in engines[len(engines) - number :]]) if number else []
         await self._start(Evaluation(step, lent or engines, are_lent=bool(lent)))
 
@@ -161,22 +181,23 @@ class Evaluations:
     async def _start(self, evaluation: Evaluation) -> None:
         assert self._tasks is not None
         await self._ended()
-        self._now = evaluation
+        is_kept = evaluation.are_lent and await self._weights.keep(evaluation.step)
+        self._now = evaluation = replace(evaluation, is_kept=is_kept)
         self._running = self._tasks.create_task(held_back(self._run(evaluation)))
 
     async def resume(self, done: int) -> None:
         """Begin what a run that continues lacks up to step `done`, whose version engines have: engines that are lent
-        measure again what another command had lent them for. What no engine has is lost."""
-        lent = self._fleet.lent()
+        measure again what another command had lent them for; without one, another loads the version."""
+        lent, missing = self._fleet.lent(), self._missing(done)
+        for step in missing:
+            self._saving.await_score(step)
         versions = await try_all(lent, "version", phase="evaluation", timeout_s=PRESENT_S)
-        for step in self._missing(done):
+        for step in missing:
             engines = [one for one, version in zip(lent, versions, strict=True) if version == step]
-            if engines:
+            if engines or step != done:
                 await self._start(Evaluation(step, engines, are_lent=True))
-            elif step == done:
-                await self.begin(step)
             else:
-                self._lose(Evaluation(step, [], are_lent=False), WorkerDied("no engine has its version any more."))
+                await self.begin(step)
         busy = self._now.engines if self._now is not None else []
         await self._give_back([one for one in lent if one not in busy])
 
@@ -217,13 +238,13 @@ class Evaluations:
 
     async def _run(self, now: Evaluation) -> None:
         assert self._evaluator is not None
-        engines = await self._loans.drain(now.engines) if now.are_lent else now.engines
+        engines = list(await self._loans.drain(now.engines) if now.are_lent else now.engines)
         began, began_s = time.time(), _now_s()
         fleet: Any = Measuring(self._fleet, lambda: self._present(now, engines))
         try:
             found = await self._evaluator.measure(fleet)
         except PenstockError as error:
-            if not is_recoverable(error):
+            if not (is_recoverable(error) or isinstance(error, WeightError)):
                 raise
             self._lose(now, error)
         else:
@@ -233,21 +254,75 @@ class Evaluations:
             self._now = None
             self._report(now.step, found, seconds)
         if now.are_lent:
+            await self._weights.keep(None)
             await self._give_back(engines)
 
     async def _give_back(self, engines: Handles) -> None:
         await self._loans.give_back([one for one in engines if one[0] not in self._own])
 
-    async def _present(self, now: Evaluation, lent: Handles) -> Handles:
-        """Engines of the evaluation that are there, and have its version. Raises `WorkerDied` if there are none."""
+    async def _present(self, now: Evaluation, lent: list[tuple[str, Any]]) -> Handles:
+        """Engines of the evaluation that are there, and have its version; where none of those that were lent is left,
+        another one, which is added to them. Raises `WorkerDied`, `DeadlineExceeded`, `WeightError`."""
         engines = lent if now.are_lent else await self._fleet.present("rollout")
         heard = await try_all(engines, "version", phase="evaluation", timeout_s=PRESENT_S)
-        if now.are_lent:
-            self._loans.end([one for one, answer in zip(engines, heard, strict=True) if isinstance(answer, Exception)])
         found = [one for one, version in zip(engines, heard, strict=True) if version == now.step]
+        if not now.are_lent:
+            if not found:
+                raise WorkerDied(f"no engine of the evaluation has version {now.step} any more.")
+            return found
+        dead = [one for one, version in zip(engines, heard, strict=True) if isinstance(version, Exception)]
+        self._loans.end(dead)
+        lent[:] = [one for one in lent if one not in dead]
         if not found:
-            raise WorkerDied(f"no engine of the evaluation has version {now.step} any more.")
+            found = [await self._lend_another(now)]
+            lent += found
         return found
+
+    async def _lend_another(self, now: Evaluation) -> tuple[str, Any]:
+        """Lend one more engine, which has loaded the version. Raises `WeightError` where that cannot be, and
+        `WorkerDied` where it may be with another."""
+        if not (now.is_kept or await self._saving.has(now.step)):
+            raise WeightError(f"no engine has version {now.step} any more, and there is no checkpoint of it.")
+        if (engine := await self._lend_idle()) is None:
+            raise WeightError(f"no engine has version {now.step} any more, and none was there in time to load it.")
+        try:
+            if await self._load_again(now, engine):
+                return engine
+        except (PenstockError, OSError) as error:
+            await self._give_back([engine])
+            raise WeightError(f"version {now.step} cannot be loaded again: {error}") from error
+        raise WorkerDied(f"{engine[0]} was lost as it loaded version {now.step} again.")
+
+    async def _lend_idle(self) -> tuple[str, Any] | None:
+        """An engine that is lent and holds nothing: one of evaluations' own, or one of several that sample, once it or
+        its replacement is there. None: not within `rollout.engine_start_s`."""
+        least = 2 if len(self._fleet.teams("rollout")) > 1 else 1
+        give_up = _now_s() + self._config.rollout.engine_start_s
+        while _now_s() < give_up:
+            names = self._own
+            if not self._own and len(serving := self._fleet.role("rollout")) >= least:
+                names = [serving[-1][0]]
+                await self._loans.drain(await self._loans.take(names))
+            if found := [one for one in self._fleet.lent() if one[0] in names]:
+                return found[0]
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    async def _load_again(self, now: Evaluation, engine: tuple[str, Any]) -> bool:
+        """Have an engine load the version: what its node keeps, else what is made of its checkpoint. False: it was
+        lost. Raises what would fail again."""
+        with contextlib.suppress(WeightError):
+            if now.is_kept:
+                return await self._loans.has_loaded(engine, partial(self._weights.load_kept, now.step))
+
+        def publish(root: str) -> Publication:
+            made = publish_checkpoint(self._saving.directory(now.step), root, now.step)
+            return replace(made, directory=self._fleet.provided(made.directory, [engine])[engine[0]])
+
+        with tempfile.TemporaryDirectory(prefix="penstock-evaluation-", ignore_cleanup_errors=True) as root:
+            making, timeout_s = asyncio.to_thread(publish, root), self._config.checkpoint.timeout_s
+            made = await answer(making, name="its checkpoint", phase=f"make version {now.step}", timeout_s=timeout_s)
+            return await self._loans.has_loaded(engine, partial(self._weights.load_older, made))
 
     def _lose(self, now: Evaluation, error: PenstockError) -> None:
         self._now = None if self._now is now else self._now

@@ -76,12 +76,13 @@ class EngineLoans:
     async def catch_up(self, engines: Handles) -> Handles:
         """Have lent engines load the newest version. Returns those that have; one that cannot is ended, and
         replaced."""
-        loaded = await asyncio.gather(*(self._has_caught_up(name, handle) for name, handle in engines))
+        loaded = await asyncio.gather(*(self.has_loaded(one, self._catch_up) for one in engines))
         return [one for one, has_loaded in zip(engines, loaded, strict=True) if has_loaded]
 
     async def update(self, engines: Handles) -> None:
         """Have engines load the newest version one after the other, each once it has done what it holds, while all
-        others work on. For a caller that holds `serving`."""
+        others work on. For a caller that holds `serving`. Where only one is not lent, nobody samples until its longest
+        sequence has ended: it can neither load before that nor begin another."""
         for name, _ in engines:
             await self.give_back(await self.drain(await self._take([name])))
 
@@ -90,19 +91,21 @@ class EngineLoans:
         self._fleet.remove([name for name, handle in engines if self._is_lent(name, handle)])
 
     async def _give_back(self, name: str, handle: object) -> None:
-        if await self._has_caught_up(name, handle):  # nothing else is awaited after `catch_up`
+        if await self.has_loaded((name, handle), self._catch_up):  # nothing else is awaited after `catch_up`
             self._fleet.take_back([name])
 
-    async def _has_caught_up(self, name: str, handle: object) -> bool:
-        if not self._is_lent(name, handle):
+    async def has_loaded(self, engine: tuple[str, object], load: CatchUp) -> bool:
+        """Have a lent engine load a version, by `load`. False: it is lent no more, or could not, and is ended and
+        replaced. Raises what would come again with another engine."""
+        if not self._is_lent(*engine):
             return False
         try:
-            await self._catch_up([(name, handle)])
+            await load([engine])
         except PenstockError as error:
             if not is_recoverable(error):
                 raise
-            self.end([(name, handle)])
-        return self._is_lent(name, handle)
+            self.end([engine])
+        return self._is_lent(*engine)
 
     def _is_lent(self, name: str, handle: object) -> bool:
         return (name, handle) in self._fleet.lent()

@@ -122,7 +122,7 @@ class SavedStates:
         `CheckpointError` for one that is damaged or of another model; then nothing has changed."""
         path = absolute(path)
         files, counters = _read(path)
-        places = self._fleet.provided(trainer_directory(path))
+        places = self._fleet.provided(trainer_directory(path), self._fleet.role("trainer"))
         calls = [(name, handle.resume.remote(places[name], files)) for name, handle in self._fleet.role("trainer")]
         await answers(calls, phase=f"load {path}", timeout_s=self._fleet.config.rollout.start_timeout_s)
         return counters

@@ -90,6 +90,7 @@ class Agent(scripted.Agent):
         self.cut_by: Any = None
         """Plan of the broadcast."""
         self.versions: set[int] = set()
+        self._kept: int | None = None
         self.states: dict[int, set[int]] = {}
         """Steps of the copies, by rank."""
 
@@ -135,8 +136,13 @@ class Agent(scripted.Agent):
             await asyncio.sleep(LOOK_S)
         raise DeadlineExceeded(f"version {version} did not come")
 
+    async def keep_version(self, version: int | None) -> bool:
+        self._kept = version if version in self.versions else None
+        return self._kept is not None
+
     async def reclaim_versions(self) -> None:
-        self.versions = set(sorted(self.versions)[-2:])
+        newest = sorted(self.versions)[-2:]
+        self.versions = {version for version in self.versions if version in (*newest, self._kept)}
 
     async def fetch_states(self, name: str, copies: Mapping[int, int], source: Address) -> None:
         await self._pause(0.5)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import PartnerGone
+from penstock.conf.errors import PartnerGone, WeightError
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.cluster.node_agents import StateNodes
@@ -84,6 +84,26 @@ class Agent(Member):
         return {}  # nobody has printed anything
 
 
+class NodeMemory(Agent):
+    """The agent of the node that all are on, with the versions of the weights that lie in its shared memory."""
+
+    def __init__(self) -> None:
+        self.versions: set[int] = set()
+        self.kept: int | None = None
+
+    async def keep_version(self, version: int | None) -> bool:
+        self.kept = version if version in self.versions else None
+        return self.kept is not None
+
+    async def reclaim_versions(self) -> None:
+        self.leave(2)
+
+    def leave(self, count: int) -> None:
+        """Remove all but the newest versions, and the one that is kept."""
+        newest = sorted(self.versions)[-count:]
+        self.versions = {version for version in self.versions if version in (*newest, self.kept)}
+
+
 class Prompts(Member):
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
@@ -129,8 +149,12 @@ class Rollout(Member):
     async def drain(self, timeout_s: float) -> None:
         await self._serving.drain(timeout_s)
 
+    memory: NodeMemory | None = None
+
     async def load(self, publication: Publication, epoch: int) -> None:
         await self._pause(2.0)
+        if self.memory is not None and publication.version not in self.memory.versions:
+            raise WeightError(f"version {publication.version} is not here")
         await self.engine.load(publication)
         self._has_loaded = True
         if self.has_device:
@@ -176,6 +200,8 @@ class Stage(Member):
 
 
 class Trainer(Member):
+    memory: NodeMemory | None = None
+
     def __init__(self, store: Any, rank: int, num_ranks: int, pause: Pause, after: int = 0) -> None:
         self._client, self._rank, self._num_ranks, self._pause = StoreClient(store), rank, num_ranks, pause
         self.restored: int | None = None
@@ -271,6 +297,8 @@ class Trainer(Member):
         self._epoch.check(epoch)
         self._check(version)
         assert self._publishing is None or self._publishing.done()
+        if self.memory is not None:
+            self.memory.leave(1)  # the other file is written again
         with self._phases.within(PUBLISHING):
             await self._pause(0.5)
         self._publishing = asyncio.create_task(self._pause(4.0))  # type: ignore[arg-type]
@@ -281,6 +309,8 @@ class Trainer(Member):
         assert self._publishing is not None
         assert self._published.version == version
         await asyncio.shield(self._publishing)
+        if self.memory is not None:
+            self.memory.versions.add(version)
         return self._published
 
     async def begin_saving(self, place: str, epoch: int) -> bool:
@@ -307,11 +337,14 @@ class ScriptedFleet(OneMachine):
 
         self.store_process = ScriptedStoreProcess(config, partial(store_of, config, flow), told, pause)
         self.config, self.flow, self.store, self.resumed, self.model_path = config, flow, store, resumed, "/"
-        self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
+        self.memory = NodeMemory()
+        self.weights_root = Path(config.output_dir)
+        self.relay_nodes = on_one_node(FakeHandle(self.memory, "Agent"))
         super().__init__(self.role)
         self._pause, self._joined, self.trials = pause, 0, {}
         self._lent: dict[str, Any] = {}
         """Handles of members that are lent, by name."""
+        self._reserved: set[str] = set()
         self._num_loans: Counter[str] = Counter()
         self._later: dict[str, tuple[FakeHandle, list[str]]] = {}
         """Agents of nodes that joined, and the members on them."""
@@ -344,7 +377,12 @@ class ScriptedFleet(OneMachine):
         return Trainer(self.store, rank, num_ranks, pause, after)
 
     def _is(self, role: str, name: str, make: Callable[[str], Member]) -> None:
-        self._makers[name] = role, partial(make, name)
+        def made() -> Member:
+            member: Any = make(name)
+            member.memory = self.memory
+            return member  # type: ignore[no-any-return]
+
+        self._makers[name] = role, made
 
     def role(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
         lent = dict(self.lent())
@@ -356,6 +394,9 @@ class ScriptedFleet(OneMachine):
     def lend(self, names: Collection[str]) -> None:
         self._lent |= {name: self._handles[name] for name in names}
         self._num_loans.update(names)
+
+    def reserve(self, names: Collection[str]) -> None:
+        self._reserved.update(names)
 
     def take_back(self, names: Collection[str]) -> None:
         for name in names:
@@ -437,6 +478,7 @@ class ScriptedFleet(OneMachine):
 
     def add(self, members: list[tuple[str, Any]]) -> None:
         self._handles |= dict(members)
+        self._lent |= {name: handle for name, handle in members if name in self._reserved}
 
     # Members that join and leave: what a fleet's `capacity` does.
 

@@ -271,6 +271,10 @@ class NodeAgentActor:
         `DeadlineExceeded`."""
         return await asyncio.to_thread(self._relay.wait, version, timeout_s)
 
+    async def keep_version(self, version: int | None) -> bool:
+        """Keep a version beside the newest two; None: no other. Returns whether this node has it."""
+        return await asyncio.to_thread(self._relay.keep, version)
+
     async def reclaim_versions(self) -> None:
         """Remove publications that no engine will ask for any more."""
         await asyncio.to_thread(self._relay.reclaim)

@@ -322,6 +322,8 @@ class HfEngine:
         self._detokenizer = NO_TOKENIZER
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._loading = asyncio.Lock()
+        """Lock by which versions are loaded in the order in which they were asked for."""
         self._num_tokens = self._num_in_flight = self._tokens_in_flight = 0
         self._paused_s = 0.0
         self._compute: ThreadPoolExecutor | None = None
@@ -379,6 +381,10 @@ class HfEngine:
     async def load(self, publication: Publication) -> None:
         """Load a publication. Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step
         takes longer than the deadline."""
+        async with self._loading:
+            await self._load(publication)
+
+    async def _load(self, publication: Publication) -> None:
         executor = self._executor()
         mapped = await asyncio.to_thread(self._open_checked, publication)
         done: Future[None] = Future()

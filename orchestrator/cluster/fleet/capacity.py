@@ -248,8 +248,9 @@ class Capacity:
             agent = self._agents.started(node.id, node.address, self._config.rollout.start_timeout_s)
             plan = {one.name: one for one in (*self._table.plan, actor)}
             check_room(
-                {node.id: agent.facts}, {actor.name: node.id}, list(plan.values()), self._maker.sources.published_bytes
-            )
+                {node.id: agent.facts}, {actor.name: node.id}, list(plan.values()),
+                self._maker.sources.published_bytes, self._config.num_publications,
+            )  # fmt: skip
         except BaseException:
             claim.release()
             if agent is not None:

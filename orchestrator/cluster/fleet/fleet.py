@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import NotStarted
+from penstock.conf.errors import NotStarted, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.actor_maker import ActorMaker, Sources, cores_here
 from penstock.orchestrator.cluster.fleet.capacity import Capacity
@@ -382,7 +382,7 @@ class Fleet(MemberTable):
         timeout_s = self.config.rollout.start_timeout_s
         node_of = {name: node.id for name, node in self.reservation.assignment.node_of.items()}
         facts, size = self.agents.facts(timeout_s), bytes_published(self.config, self.model_path)
-        check_room(facts, node_of, self.plan, size)
+        check_room(facts, node_of, self.plan, size, self.config.num_publications)
         self._find_gpus()
         for number, teams in enumerate(start_rounds(self.teams(), self.plan, self.config)):
             if number == 1 and self.with_store and self.config.placement == "colocated":
@@ -456,10 +456,10 @@ class Fleet(MemberTable):
         places = await self._files.places(directory, sorted(set(nodes.values())))
         return {name: places[node] for name, node in nodes.items()}
 
-    def provided(self, directory: str) -> dict[str, str]:
-        """Bring a directory to the nodes of the trainer's ranks. Returns where each finds it, by name. Raises
+    def provided(self, directory: str, members: Handles) -> dict[str, str]:
+        """Bring a directory to the nodes of members. Returns where each finds it, by name. Blocks. Raises
         `ResourceError`, `DeadlineExceeded`."""
-        nodes = {name: self._node_of(name) for name, _ in self.role("trainer")}
+        nodes = {name: self._node_of(name) for name, _ in members}
         self._files.provide(directory, sorted(set(nodes.values())), FileSet.of_directory)
         return {name: self._files.local(node, directory) for name, node in nodes.items()}
 
@@ -592,7 +592,9 @@ class Fleet(MemberTable):
         return [(name, handle.resume.remote(self._maker.local(name, place), files)) for name, handle in trainers]
 
     def _node_of(self, name: str) -> str:
-        return self.reservation.assignment.node_of[name].id
+        if (node := self.node_of(name)) is None:
+            raise WorkerDied(f"{name}: its node has left.")
+        return node
 
     def _cores_of(self, nodes: Sequence[Node]) -> Mapping[str, int]:
         """Number of cores, by node id. If the driver's is the only one, this process knows it and waits for no

@@ -41,6 +41,8 @@ class Member:
     """True while the actor works for another caller than its role."""
     num_loans: int = 0
     """Number of times that the member was lent so far."""
+    is_reserved: bool = False
+    """True if whoever takes its place is lent from its start on."""
     has_left: bool = False
     """True once the member is no part of the plan any more. Its name does not come again."""
 
@@ -146,6 +148,11 @@ class MemberTable:
             self._members[name].is_lent = True
             self._members[name].num_loans += 1
 
+    def reserve(self, names: Collection[str]) -> None:
+        """Lend from their start on those that take the places of members."""
+        for name in names:
+            self._members[name].is_reserved = True
+
     def take_back(self, names: Collection[str]) -> None:
         """Put lent members into their role again."""
         for name in names:
@@ -165,10 +172,10 @@ class MemberTable:
         return [(one.plan.name, one.handle) for one in self._present() if one.is_lent and one.handle is not None]
 
     def add(self, members: Handles) -> None:
-        """Put actors into their role, in place of those before them."""
+        """Put actors into their role, in place of those before them; those of reserved members are lent."""
         for name, handle in members:
             member = self._members[name]
-            member.handle, member.starting, member.is_lent = handle, None, False
+            member.handle, member.starting, member.is_lent = handle, None, member.is_reserved
 
     def all_handles(self) -> list[Any]:
         """Handles of all actors, those that start too."""

@@ -38,6 +38,7 @@ from penstock.orchestrator.cluster.placement.actors import UNIT, ActorPlan, chec
 from penstock.orchestrator.cluster.placement.nodes import NODE_ID, Node, in_order, titles
 from penstock.workers.node.node_agent import NodeFacts
 from penstock.workers.weights.publication.costs import (
+    TURNS,
     how_to_enlarge,
     node_bytes,
     publication_bytes,
@@ -533,11 +534,15 @@ def bytes_published(config: RunConfig, model_path: str) -> int:
 
 
 def check_room(
-    facts: Mapping[str, NodeFacts], node_of: Mapping[str, str], plan: Sequence[ActorPlan], num_bytes: int
+    facts: Mapping[str, NodeFacts],
+    node_of: Mapping[str, str],
+    plan: Sequence[ActorPlan],
+    num_bytes: int,
+    num_publications: int = TURNS,
 ) -> None:
     """Raise `ResourceError` for the first node that is too small for publications of `num_bytes`. `node_of`: node of
-    each actor. Nodes that share their memory have the same file; the size of the file system counts, since what others
-    use of it now may be free when it is needed."""
+    each actor. `num_publications`: those on a node with engines. Nodes that share their memory have the same file; the
+    size of the file system counts, since what others use of it now may be free when it is needed."""
     has_engines = any(actor.role == "rollout" for actor in plan)
     if not num_bytes or not has_engines:
         return
@@ -548,16 +553,17 @@ def check_room(
     for nodes in of_memory.values():
         here = [actor.role for actor in plan if node_of.get(actor.name) in nodes]
         if {"rollout", "trainer"} & set(here):
-            needed = node_bytes(num_bytes, here.count("trainer"), num_ranks, has_engines="rollout" in here)
+            count = num_publications if "rollout" in here else 0
+            needed = node_bytes(num_bytes, here.count("trainer"), num_ranks, count)
             if (fact := facts[nodes[0]]).shared_memory.total_bytes < needed:
                 where = f"Node {fact.host} ({fact.address.host})"
-                raise too_small(where, fact.shared_memory.total_bytes, needed)
+                raise too_small(where, fact.shared_memory.total_bytes, needed, count or TURNS)
 
 
-def too_small(where: str, total_bytes: int, needed_bytes: int) -> ResourceError:
+def too_small(where: str, total_bytes: int, needed_bytes: int, num_publications: int) -> ResourceError:
     """The refusal of a node. `where`: which one, for people."""
     return ResourceError(
-        f"{where} has {total_bytes:,} bytes of shared memory (/dev/shm), and two publications of the weights need "
-        f"{needed_bytes:,} there: {how_to_enlarge(needed_bytes)}. Or set weights.transport=nccl, with a GPU for each "
-        "engine and rank, which needs none, but has every death return to the checkpoint."
+        f"{where} has {total_bytes:,} bytes of shared memory (/dev/shm), and {num_publications} publications of "
+        f"the weights need {needed_bytes:,} there: {how_to_enlarge(needed_bytes)}. Or set weights.transport=nccl, with "
+        "a GPU for each engine and rank, which needs none, but has every death return to the checkpoint."
     )

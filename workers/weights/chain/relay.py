@@ -20,6 +20,7 @@ relay's.
 Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
 """
 
+import contextlib
 import os
 import socket
 import struct
@@ -62,7 +63,12 @@ from penstock.workers.weights.chain.subscription import (
 )
 from penstock.workers.weights.chain.transfer import Counters, PreviousVersion, Transfer, TransferOver, VersionFile
 from penstock.workers.weights.publication.layout import ElementRange, Outlet
-from penstock.workers.weights.publication.publication_files import WritableMappings, reclaim
+from penstock.workers.weights.publication.publication_files import (
+    MappedWeights,
+    WritableMappings,
+    publication_directory,
+    reclaim,
+)
 
 PUBLICATIONS_KEPT = 2
 MOST_LANES = 8
@@ -102,6 +108,9 @@ class Relay:
         self._timeouts = timeouts or Timeouts()
         self._counters = Counters()
         self._mappings = WritableMappings()
+        self._kept: MappedWeights | None = None
+        """The publication that stays beside the newest two, mapped and so locked: no version is written into its
+        file."""
         self._changed = threading.Condition()
         """Lock and notification of the three fields below."""
         self._plan: ChunkPlan | None = None
@@ -149,9 +158,21 @@ class Relay:
             raise WeightError(f"node {self._node}: version {version} has not begun here, or is not for this node.")
         return transfer.wait(timeout_s)
 
+    def keep(self, version: int | None) -> bool:
+        """Keep a version beside the newest two, until the next call; None: no other. Returns whether it is here."""
+        kept = None if self._kept is None else self._kept.manifest.version
+        if version is None or version != kept:
+            self._kept = None
+        if version is not None and self._kept is None:
+            with contextlib.suppress(WeightError):
+                self._kept = MappedWeights(Publication(str(publication_directory(self._root, version)), version))
+        return self._kept is not None
+
     def reclaim(self) -> None:
-        """Remove all but the newest two publications."""
-        reclaim(self._root, keep=PUBLICATIONS_KEPT)
+        """Remove all but the newest two publications, and the one that is kept."""
+        kept = self._kept
+        but = None if kept is None else str(kept.manifest.directory)
+        reclaim(self._root, keep=PUBLICATIONS_KEPT, but=but)
 
     def serve(self, connected: socket.socket) -> None:
         """Send chunks over a subscriber's connection, past its handshake, as they come. The listener's handler."""

@@ -1,7 +1,7 @@
 """What publications cost, known before a run is started: room in shared memory, from the model's files, and times, by
 arithmetic.
 
-    node with engines           two publications, which take turns (`publication_files.py`)
+    node with engines           two publications, which take turns (`publication_files.py`), and one that is evaluated
     node with ranks alone       of both the bytes that its ranks write; the rest of the file has no pages
     copies that ranks keep      two of weights and both moments, float32 (`trainer/memory_checkpoint.py`)
 
@@ -72,10 +72,11 @@ def publication_bytes(num_elements: int, dtype: str) -> int:
     return num_elements * DTYPE_BYTES[dtype]
 
 
-def node_bytes(num_bytes: int, ranks_here: int, num_ranks: int, *, has_engines: bool) -> int:
-    """Bytes that a node needs for publications of `num_bytes`."""
-    if has_engines:
-        return TURNS * num_bytes
+def node_bytes(num_bytes: int, ranks_here: int, num_ranks: int, num_publications: int) -> int:
+    """Bytes that a node needs for publications of `num_bytes`. `num_publications`: those that its engines load; 0: it
+    has no engines."""
+    if num_publications:
+        return num_publications * num_bytes
     return TURNS * -(-num_bytes * ranks_here // num_ranks)
 
 

@@ -101,14 +101,15 @@ def prepare_file(root: str | Path, version: int, num_bytes: int, spans: Spans | 
     return file
 
 
-def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
+def reclaim(directory: str | Path, keep: int = 2, but: str | None = None) -> list[str]:
     """Remove all but the newest `keep` publications; engines that still map one keep its memory until they release it.
 
-    With two, the next version is written into the older. Returns the directories removed.
+    With two, the next version is written into the older. `but`: the directory of one that stays, too. Returns the
+    directories removed.
     """
     with exclusive(directory):
         paths = publication_directories(directory)
-        stale = paths[: max(0, len(paths) - keep)]
+        stale = [path for path in paths[: max(0, len(paths) - keep)] if str(path) != but]
         for path in stale:
             (path / MANIFEST_NAME).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)

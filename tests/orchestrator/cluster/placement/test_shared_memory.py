@@ -38,6 +38,21 @@ def test_a_node_that_is_too_small_is_refused_with_what_mends_it(sizes: tuple[int
         assert mended_by in message
 
 
+def test_a_third_publication_has_room_on_nodes_with_engines_where_versions_are_evaluated_beside_training() -> None:
+    words = ["model=tiny", "data.path=x.jsonl", "rollout.engine=hf", "max_staleness=2", "rollout.num_workers=2"]
+    every = "evaluation.every_steps=5"
+    counts = [
+        load_config([*words, every, more]).num_publications
+        for more in ("rollout.num_workers=1", "max_staleness=0", "seed=1")
+    ]
+    assert (load_config(words).num_publications, *counts) == (2, 2, 2, 3)
+    own = load_config([*words, every, "max_staleness=0", "rollout.num_workers=1", "evaluation.num_workers=1"])
+    assert own.num_publications == 3
+    check_room(nodes(1000, 1000, 3000), APART, PLAN, SIZE, 3)
+    with pytest.raises(ResourceError, match=r"^Node node-c .* 3 publications of the weights need 3,000 there"):
+        check_room(nodes(1000, 1000, 2999), APART, PLAN, SIZE, 3)
+
+
 def test_nodes_that_share_their_memory_have_one_file() -> None:
     facts = {name: node(name, 2000, memory="one") for name in "abc"}
     check_room(facts, APART, PLAN, SIZE)

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
 from penstock.network.connection import Connection, connect
 from penstock.network.listener import Listener
+from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain import plan as plans
 from penstock.workers.weights.chain import subscription
 from penstock.workers.weights.chain.plan import Broadcast, Timeouts
 from penstock.workers.weights.chain.relay import HELLO, Relay, Reporter
 from penstock.workers.weights.publication.publication import PublicationWriter
-from penstock.workers.weights.publication.publication_files import publication_directories
-from tests.publications import newest_publication
+from penstock.workers.weights.publication.publication_files import MappedWeights, publication_directories
+from tests.publications import newest_publication, write_publication
 from tests.tmpfs import run_in_tmpfs
 from tests.workers.weights.chain.relays import CHUNK_BYTES, SERVICE, TOKEN, Cluster, plan_of, values_of
 
@@ -360,3 +362,30 @@ def test_the_last_threads_end_with_the_relays(tmp_path: Path) -> None:
     while threading.active_count() > before:
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.01)
+
+
+def test_a_version_that_is_kept_stays_beside_the_two_that_take_turns_until_another_call(tmp_path: Path) -> None:
+    relay = Relay(tmp_path, "a", TOKEN, SERVICE)
+
+    def publish(version: int) -> Publication:
+        made = write_publication(tmp_path, version, [("w", torch.full((1000,), float(version)))])
+        relay.reclaim()
+        return made
+
+    try:
+        first = publish(1)
+        assert relay.keep(1)
+        for version in range(2, 6):
+            publish(version)
+            assert relay.keep(1)
+        assert [path.name for path in publication_directories(tmp_path)] == ["v00000001", "v00000004", "v00000005"]
+        mapped = MappedWeights(first)
+        mapped.verify()
+        assert torch.all(mapped.tensor("w") == 1)
+        assert not relay.keep(3)  # it is gone
+        assert not relay.keep(None)
+        del mapped
+        publish(6)
+        assert [path.name for path in publication_directories(tmp_path)] == ["v00000005", "v00000006"]
+    finally:
+        relay.close()

@@ -54,13 +54,13 @@ def test_what_is_not_here_or_cannot_be_read_has_no_number(tmp_path: Path, damage
 def test_a_7b_model_takes_two_times_15_gb_and_its_copies_183_gb() -> None:
     size = publication_bytes(7_615_616_512, "bfloat16")
     assert size == 15_231_233_024
-    assert node_bytes(size, 0, 8, has_engines=True) == 30_462_466_048
+    assert node_bytes(size, 0, 8, 2) == 30_462_466_048
     assert state_copy_bytes(7_615_616_512) == 182_774_796_288
 
 
 def test_a_node_with_ranks_alone_needs_what_they_write() -> None:
-    assert node_bytes(1000, 3, 4, has_engines=False) == 2 * 750
-    assert node_bytes(1000, 4, 4, has_engines=False) == node_bytes(1000, 4, 4, has_engines=True)
+    assert node_bytes(1000, 3, 4, 0) == 2 * 750
+    assert node_bytes(1000, 4, 4, 0) == node_bytes(1000, 4, 4, 2)
 
 
 def test_the_advice_names_the_setting_of_each_kind_of_container() -> None:
