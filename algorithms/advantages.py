@@ -364,7 +364,10 @@ def turn_rloo(
     [0, 1]. Raises `ShapeError`, `ConfigError`.
     """
     orders, played = _played(reward, turn_rewards, turn_tokens, turn_ids)
-    returns_GK = pad_sequence(_returns(played, gamma), batch_first=True)
+    returns = _returns(played, gamma)
+    if not returns:
+        return []
+    returns_GK = pad_sequence(returns, batch_first=True)
     others = max(1, len(returns_GK) - 1)
     baseline_GK = (returns_GK.sum(dim=0, keepdim=True) - returns_GK) / others
     advantages_GK = returns_GK - baseline_GK if len(returns_GK) > 1 else torch.zeros_like(returns_GK)
@@ -383,8 +386,8 @@ def gigpo(
     omega: float = 1.0,
     normalize_std: bool = True,
 ) -> list[Tensor]:
-    """GiGPO (2505.10978): the attempt against the group's others, and each turn against all turns of the
-    group that began in the same state, its anchor. One `[T_i]` float32 for each attempt.
+    """GiGPO (2505.10978): the attempt against the group's others, and each turn against all turns of the group that
+    began in the same state, its anchor. One `[T_i]` float32 for each attempt.
 
         A_it = (r_i - mean r) / std r + omega · (R_it - mean R) / std R,   R_it = Σ_{s >= t} gamma^(s - t) r_is
 
@@ -419,8 +422,8 @@ def mt_grpo(
     weight: float = 1.0,
     normalize_std: bool = True,
 ) -> list[Tensor]:
-    """MT-GRPO (2505.11821 v1): the outcome's advantage, and before the last turn that of the turn's own
-    reward. One `[T_i]` float32 for each attempt.
+    """MT-GRPO (2505.11821 v1): the outcome's advantage, and before the last turn that of the turn's own reward. One
+    `[T_i]` float32 for each attempt.
 
         A_it = (o_i - mean o) / std o + weight · (r_it - mean r_t) / std r_t,   in the last turn the first term alone
 

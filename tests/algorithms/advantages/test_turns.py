@@ -76,6 +76,12 @@ def test_one_attempt_alone_has_nothing_to_be_compared_with() -> None:
     assert alone.tolist() == [0.0, 0.0]
 
 
+def test_no_attempts_have_no_advantages() -> None:
+    nothing = torch.zeros(0), [], [], []
+    assert (turn_rloo(*nothing), gigpo(*nothing, []), mt_grpo(*nothing)) == ([], [], [])
+    assert turn_gae(torch.zeros(0), [], [], [], []) == ([], [])
+
+
 def test_misfits_are_named() -> None:
     with pytest.raises(ShapeError, match="expected 2"):
         turn_rloo(torch.tensor([1.0, 2.0]), lists([1]), lists([2]), lists([0]))
