@@ -14,16 +14,15 @@ import shlex
 import shutil
 import tempfile
 import tomllib
-from asyncio import Lock, to_thread
-from collections import defaultdict
+from asyncio import to_thread
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from penstock.conf.errors import ConfigError, DataError, NotPlainData
-from penstock.workers.agents.adapters.repository import AGENT_S, COMMAND_S, Solver, limits_of, told
+from penstock.conf.errors import ConfigError, NotPlainData
+from penstock.workers.agents.adapters.repository import AGENT_S, COMMAND_S, Solver, Trials, limits_of, told
 from penstock.workers.agents.environment import Context, Task, environment
 from penstock.workers.sandbox.execution import ProgramOutcome, parse
 from penstock.workers.sandbox.workspace import PROTECTED, Workspace
@@ -90,9 +89,7 @@ class Harbor:
         self._agent, self._max_rounds = agent, max_rounds
         self._show, self._variables = show, dict(variables or {})
         self._trees = tempfile.TemporaryDirectory(prefix="penstock-harbor-")
-        self._trying: defaultdict[str, Lock] = defaultdict(Lock)
-        self._faults: dict[str, str] = {}
-        """Reasons why tasks are refused, by the names of those that were tried; empty for none."""
+        self._trials = Trials()
 
     def tasks(self, seed: int) -> list[Task]:
         names = sorted(self._folders)
@@ -102,11 +99,7 @@ class Harbor:
 
     async def run(self, task: Task, ctx: Context) -> None:
         folder = self._folders[task.data["folder"]]
-        async with self._trying[task.id]:
-            if task.id not in self._faults:
-                self._faults[task.id] = await self._fault(folder, ctx)
-        if fault := self._faults[task.id]:
-            raise DataError(f"task {task.id}: {fault}")
+        await self._trials.passed(task.id, task, lambda: self._fault(folder, ctx))
         async with self._workspace(folder, ctx) as ws:
             solver = Solver(self._agent, self._max_rounds, folder.agent_s if self._agent else COMMAND_S)
             await solver.solve(ws, folder.instruction, task, ctx)

@@ -10,8 +10,11 @@ columns. An environment of your own may begin as a copy of this file.
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from asyncio import Lock
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,9 +58,9 @@ class Repository:
         max_rounds: int = 50,
         timeouts_s: Sequence[float] | None = None,
     ) -> None:
-        """`archive`: path of a task's archive or directory, with the row's columns in braces. `at`, `show`,
-        `variables`: of `ctx.workspace`; `show` names what the tests need and the archive has not, such as an
-        environment with pytest. `command`: runs test files, and prints a line `PASSED ID` for each test that passes.
+        """`archive`: path of a task's archive or directory. `at`, `show`, `variables`: of `ctx.workspace`; `show` names
+        what the tests need and the archive has not, such as an environment with pytest. These may have the row's
+        columns in braces. `command`: runs test files, and prints a line `PASSED ID` for each test that passes.
         `agent`: command of `sh` that works in place of the tool bash, with the row's columns in braces, quoted.
         `max_rounds`: of calls of bash. `timeouts_s`: of a command of the policy's or of the whole agent, and of the
         tests; keep their sum well below `environment.timeout_s`, at which an attempt whose tests run is dropped. Raises
@@ -67,25 +70,67 @@ class Repository:
         timeouts_s = timeouts_s or (AGENT_S if agent else COMMAND_S, TESTS_S)
         if len(timeouts_s) != 2 or min(timeouts_s) <= 0:
             raise ConfigError(f"environment.options.timeouts_s={list(timeouts_s)}: it is two positive numbers.")
-        self._archive, self._command = archive, command
+        self._archive, self._show, self._variables, self._command = archive, show, dict(variables or {}), command
         self._solver, self._test_s = Solver(agent, max_rounds, timeouts_s[0]), timeouts_s[1]
-        self._options = {"at": at, "show": show, "variables": variables, "limits": limits_of(timeouts_s)}
+        self._options: dict[str, Any] = {"at": at, "limits": limits_of(timeouts_s)}
+        self._trials = Trials()
         self._tests: dict[tuple[str, str], dict[str, bytes | None]] = {}
         """Files of test patches, by archive and patch: rows of two datasets may have the same task id."""
 
     async def run(self, task: Task, ctx: Context) -> None:
-        required = required_tests(task)
         archive = filled("environment.options.archive", self._archive, task.data, task)
-        async with ctx.workspace(archive, **self._options) as ws:
+        show = [filled("environment.options.show", str(path), task.data, task) for path in self._show]
+        variables = {
+            name: filled(f"environment.options.variables.{name}", value, task.data, task)
+            for name, value in self._variables.items()
+        }
+        opened = partial(ctx.workspace, archive, show=show, variables=variables, **self._options)
+        key, required = (archive, _column(task, "test_patch")), required_tests(task)
+        await self._trials.passed(key, task, lambda: self._fault(task, opened, key, required))
+        async with opened() as ws:
             await self._solver.solve(ws, _column(task, "problem_statement"), task, ctx)
-            key = archive, _column(task, "test_patch")
-            if key not in self._tests:
-                async with ctx.workspace(archive, **self._options) as clean:
-                    self._tests[key] = await patched(clean, task)
-            files = shlex.join(dict.fromkeys(test.partition("::")[0] for test in required))
-            checking = ws.check(self._command.format(files=files), self._tests[key], self._test_s)
-            outcome = await ctx.scored(checking)
-        ctx.reward(float(required <= set(PASSED.findall(outcome.stdout))))
+            outcome = await ctx.scored(self._checked(ws, key, required))
+        ctx.reward(float(required <= passed(outcome)))
+
+    async def _checked(self, ws: Workspace, key: tuple[str, str], required: set[str]) -> ProgramOutcome:
+        files = shlex.join(dict.fromkeys(test.partition("::")[0] for test in required))
+        return await ws.check(self._command.format(files=files), self._tests[key], self._test_s)
+
+    async def _fault(self, task: Task, opened: Callable[[], Any], key: tuple[str, str], required: set[str]) -> str:
+        """Read the tests; return what is wrong with a row whose own `patch` does not pass them here."""
+        async with opened() as clean:
+            self._tests[key] = await patched(clean, task)
+        if not task.data.get("patch"):
+            return ""
+        async with opened() as ws:
+            await applied(ws, task, "patch")
+            outcome = await self._checked(ws, key, required)
+        missing = sorted(required - passed(outcome))
+        if not missing:
+            return ""
+        return (
+            f"{len(missing)} of its {len(required)} tests do not pass here with its own patch, so no policy is right: "
+            f"{', '.join(missing)[:300]}. Does environment.options.show have all that they need? {told(outcome)[-800:]}"
+        )
+
+
+class Trials:
+    """Trials of tasks, one of each: whether what their authors say is right, is right here.
+
+    await trials.passed(key, task, trial)   # before each attempt
+    """
+
+    def __init__(self) -> None:
+        self._locks: defaultdict[Hashable, Lock] = defaultdict(Lock)
+        self._faults: dict[Hashable, str] = {}
+
+    async def passed(self, key: Hashable, task: Task, trial: Callable[[], Awaitable[str]]) -> None:
+        """Make the trial, unless it was made. Raises `DataError` with the fault that it has found."""
+        async with self._locks[key]:
+            if key not in self._faults:
+                self._faults[key] = await trial()
+        if fault := self._faults[key]:
+            raise DataError(f"task {task.id}: {fault}")
 
 
 @dataclass(frozen=True)
@@ -167,21 +212,30 @@ def required_tests(task: Task) -> set[str]:
     return found
 
 
-async def patched(clean: Workspace, task: Task) -> dict[str, bytes | None]:
-    """The files of the test patch as it leaves them; None: removed. `clean`: the original tree."""
-    patch = _column(task, "test_patch")
-    await clean.write(PATCH, patch)
-    outcome = await clean.run(f"git apply {PATCH} || patch -p1 -f -s -i {PATCH}")
+async def applied(ws: Workspace, task: Task, column: str) -> None:
+    """Apply a patch of the row. Raises `DataError`."""
+    await ws.write(PATCH, _column(task, column))
+    outcome = await ws.run(f"git apply {PATCH} || patch -p1 -f -s -i {PATCH}")
     if not outcome.is_success:
         raise DataError(
-            f"task {task.id}: test_patch cannot be applied to its archive: {outcome.stderr.strip()[-300:]}. Is it the "
+            f"task {task.id}: {column} cannot be applied to its archive: {outcome.stderr.strip()[-300:]}. Is it the "
             "repository at base_commit, without a directory around it?"
         )
+
+
+async def patched(clean: Workspace, task: Task) -> dict[str, bytes | None]:
+    """The files of the test patch as it leaves them; None: removed. `clean`: the original tree."""
+    await applied(clean, task, "test_patch")
     files: dict[str, bytes | None] = {}
-    for path in paths_of(patch):
+    for path in paths_of(_column(task, "test_patch")):
         is_there = (await clean.run(f"test -f {shlex.quote(path)}")).is_success
         files[path] = await clean.read(path) if is_there else None
     return files
+
+
+def passed(outcome: ProgramOutcome) -> set[str]:
+    """Names of the tests that have passed."""
+    return set(PASSED.findall(outcome.stdout))
 
 
 def paths_of(patch: str) -> list[str]:

@@ -77,6 +77,14 @@ def archive(directory: Path) -> None:
         file.add(tree, ".")
 
 
+def pytest_options() -> dict[str, Any]:
+    """What shows pytest in a workspace."""
+    packages = Path(pytest.__file__).parents[1]
+    names = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
+    shown = [str(packages / name) for name in names if (packages / name).exists()]
+    return {"show": shown, "variables": {"PYTHONPATH": str(packages)}}
+
+
 def played(directory: Path, *answers: str, agent: str | None = None, **changes: Any) -> Any:
     attempts, read = played_all(directory, answers, task(**changes), agent=agent)
     return attempts[0], read
@@ -85,14 +93,7 @@ def played(directory: Path, *answers: str, agent: str | None = None, **changes: 
 def played_all(directory: Path, answers: Sequence[str], *tasks: Task, **options: Any) -> Any:
     """Attempts at the tasks, one after the other, and what the policy has read last."""
     left = iter(answers)
-    packages = Path(pytest.__file__).parents[1]
-    names = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
-    environment = Repository(
-        f"{directory}/{{instance_id}}.tar.gz",
-        show=[str(packages / name) for name in names if (packages / name).exists()],
-        variables={"PYTHONPATH": str(packages)},
-        **options,
-    )
+    environment = Repository(f"{directory}/{{instance_id}}.tar.gz", **pytest_options(), **options)
 
     async def main() -> Any:
         engines, keys = ScriptedEngines(lambda prompt, sampling: next(left)), AttemptKeys()
@@ -175,6 +176,49 @@ def test_a_patch_that_does_not_fit_the_archive_is_named(tmp_path: Path) -> None:
     attempt, _ = played(tmp_path, "done", test_patch=PATCH.replace("double(3)", "triple(3)"))
     assert attempt.outcome.kind == FAILED
     assert "test_patch cannot be applied" in attempt.outcome.detail
+
+
+@pytest.mark.real
+def test_a_row_is_tried_with_its_own_patch_once(tmp_path: Path) -> None:
+    archive(tmp_path)
+    right = "--- a/sums.py\n+++ b/sums.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
+    wrong = right.replace("a + b", "a * b")
+    answers = ("[bash(command=\"sed -i 's/a - b/a + b/' sums.py\")]", "done")
+    attempts, _ = played_all(tmp_path, answers * 2, task(patch=right), task(patch=right))
+    assert [attempt.reward for attempt in attempts] == [1.0, 1.0]
+    (attempt,), _ = played_all(tmp_path, answers, task(patch=wrong))
+    assert attempt.outcome.kind == FAILED
+    assert "1 of its 2 tests do not pass here with its own patch" in attempt.outcome.detail
+    assert "tests/test_sums.py::test_add" in attempt.outcome.detail
+
+
+@pytest.mark.real
+def test_a_tree_and_its_environment_are_found_by_the_row(tmp_path: Path) -> None:
+    archive(tmp_path)
+    options = pytest_options()
+    packages = options["variables"].pop("PYTHONPATH")
+    where, version = str(Path(packages).parent), Path(packages).name
+    environment = Repository(
+        f"{tmp_path}/{{instance_id}}.tar.gz",
+        show=[path.replace(packages, "{where}/{version}") for path in options["show"]],
+        variables={"PYTHONPATH": "{where}/{version}"},
+    )
+    answers = iter(["[bash(command='echo $PYTHONPATH')]", "done"])
+    engines = ScriptedEngines(lambda *_: next(answers))
+    runner = make_runner(environment, engines, max_model_len=4000)
+
+    async def main() -> None:
+        for one in (task(where=where, version=version), task(where=where)):
+            found = await runner.attempt(one, Sampling(max_tokens=200, seed=5))
+            detail.append(found.outcome.detail)
+        await runner.close()
+
+    detail: list[str] = []
+    asyncio.run(main())
+    assert packages in engines.asked[-1][0]
+    assert detail[0] == ""
+    assert "environment.options.show" in detail[1]
+    assert "has no column 'version'" in detail[1]
 
 
 def test_what_is_missing_or_wrong_is_named() -> None:
