@@ -355,6 +355,10 @@ class TrainerConfig:
             )
         return replace(self.optimizer, **own)
 
+    def every(self, policy: str) -> int:
+        """See `PolicyConfig.every`; 1 for the only policy."""
+        return self.policies[policy].every if policy in self.policies else 1
+
     @property
     def freezes_tower(self) -> bool:
         """True if a vision tower is not trained. Adapters are never put around it."""

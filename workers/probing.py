@@ -42,6 +42,8 @@ class ProbeRow:
     logprobs: np.ndarray
     """Log-probabilities of the last tokens at `temperature`, `[T]` float32."""
     temperature: float = 1.0
+    policy: str = ""
+    """The one of several policies whose it is."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class RecentSamples:
         """`max_length`: tokens that the engine has room for (`rollout.max_model_len`). `keeps_caches`: what was under
         way at a load has read on from old keys and values, and is not kept here."""
         self._max_length, self._keeps_caches = max_length, keeps_caches
-        self._kept: deque[tuple[Sequence[int], float, Completion]] = deque(maxlen=NUM_KEPT)
+        self._kept: deque[tuple[Sequence[int], Sampling, Completion]] = deque(maxlen=NUM_KEPT)
 
     def note(self, prompt_ids: Sequence[int], sampling: Sampling, completions: Sequence[Completion]) -> None:
         """Keep one sample of a group, if it was sampled from the whole distribution: preferably one that has read on
@@ -74,13 +76,13 @@ class RecentSamples:
         if self._keeps_caches:
             usable = [one for one in usable if not _crosses(one)]
         if usable and sampling.temperature > 0 and not is_cut:
-            self._kept.append((prompt_ids, sampling.temperature, max(usable, key=_crosses)))
+            self._kept.append((prompt_ids, sampling, max(usable, key=_crosses)))
 
     def take(self, version: int, most_tokens: int) -> ProbeRow | None:
         """A sample whose last tokens are of a version, for which it has log-probabilities; each is taken once."""
         for crosses in (True, False):
             for one in reversed(self._kept):
-                prompt_ids, temperature, completion = one
+                prompt_ids, sampling, completion = one
                 length = min(len(prompt_ids) + len(completion.token_ids), self._max_length - 1)
                 is_of_version = completion.versions[-1] == version and length > len(prompt_ids)
                 if is_of_version and length <= most_tokens and _crosses(completion) == crosses:
@@ -88,7 +90,8 @@ class RecentSamples:
                     token_ids = np.array([*prompt_ids, *completion.token_ids][:length], np.int32)
                     first = completion.versions.index(version)
                     known = np.array(completion.logprobs[first : length - len(prompt_ids)], np.float32)
-                    return ProbeRow(token_ids, known, temperature) if len(known) else None
+                    row = ProbeRow(token_ids, known, sampling.temperature, sampling.policy)
+                    return row if len(known) else None
         return None
 
 
@@ -100,7 +103,7 @@ def _crosses(completion: Completion) -> bool:
 def call_of(row: ProbeRow, is_own: bool) -> SampleCall:
     """The request for a row's log-probabilities. `is_own`: a sample of the engine's own."""
     positions = min(POSITIONS, len(row.logprobs)) if is_own or row.temperature != 1 else 0
-    sampling = Sampling(max_tokens=1, seed=0)
+    sampling = Sampling(max_tokens=1, seed=0, policy=row.policy)
     return SampleCall(
         row.token_ids.tolist(), 1, sampling, prompt_logprobs=True, vocabulary_positions=positions
     )  # fmt: skip

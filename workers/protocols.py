@@ -12,6 +12,7 @@ reported at a position; P tokens of a prompt.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -292,6 +293,9 @@ class Trainer(Protocol):
     def update(self, rows: Rows, loss: Loss, recorder: Any = None, version: int | None = None) -> UpdateReport:
         """Run one policy update over the union of all ranks' rows. `recorder`: notes each token
         (`trainer/token_recorder.py`). `version`: of the weights before the update, if known."""
+
+    def using(self, policy: str) -> AbstractContextManager[None]:
+        """Have updates in the block be of this one of several policies."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""

@@ -110,11 +110,13 @@ def shard_name(number: int, count: int) -> str:
 
 
 def remove_weights(directory: Path, but: Iterable[str] = ()) -> None:
-    """Remove what an earlier export has left: transformers would read it instead. `but`: names of files that stay."""
+    """Remove what an earlier export has left: transformers would read it instead. `but`: names of files that stay, of
+    whose folders the others go, too."""
     kept = {directory / name for name in but}
-    for file in (directory / SINGLE, directory / INDEX, *directory.glob(SHARDS)):
-        if file not in kept:
-            file.unlink(missing_ok=True)
+    for folder in {directory, *(file.parent for file in kept)}:
+        for file in (folder / SINGLE, folder / INDEX, *folder.glob(SHARDS)):
+            if file not in kept:
+                file.unlink(missing_ok=True)
 
 
 def check_exported(directory: str, written: Iterable[Mapping[str, int]]) -> None:

@@ -160,7 +160,7 @@ def assemble_trainer(
     meter.begin()
     worker = TrainerWorker(
         trainer,
-        spec.loss,
+        spec.policies,
         ranks,
         preparation=preparation,
         checkpoint=within.save if within is not None else None,
@@ -170,6 +170,7 @@ def assemble_trainer(
     )
     worker.probe_temperature = spec.temperature if spec.probes and ranks.rank == 0 else None
     worker.hash_of_weights = None if spec.publishes else trainer.hash_of_weights
+    worker.every = {policy.name: config.every(policy.name) for policy in spec.policies}
     worker.after_step = spec.after_step
     return TrainerParts(trainer, state, memory_checkpoint, worker)
 
@@ -242,7 +243,7 @@ def _critic(spec: TrainerSpec, address: str | None) -> CriticTrainer | None:
     """The critic, where a stage asks for one."""
     if not any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
         return None
-    config = replace(spec.config, optimizer=spec.config.critic_optimizer)
+    config = replace(spec.config, optimizer=spec.config.critic_optimizer, policies={})
     critic = CriticTrainer(config, spec.model_path, _ranks(spec, address), **_options(spec))
     _attach_vision(critic, spec)
     return critic

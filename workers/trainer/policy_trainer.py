@@ -13,8 +13,8 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens,
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,13 @@ from penstock.store.data.rows import Rows
 from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.protocols import AdamParams, Loss, Publication, UpdateReport
 from penstock.workers.runtime.host_memory import HostBuffer
-from penstock.workers.trainer.engines.lora import add_adapters, check_compiles, keep_frozen_in
+from penstock.workers.trainer.engines.lora import (
+    ADAPTER,
+    add_adapters,
+    check_compiles,
+    keep_frozen_in,
+    use_adapter,
+)
 from penstock.workers.trainer.engines.train_engine import (
     NOTHING_KEPT,
     HostActivations,
@@ -96,6 +102,12 @@ class PolicyTrainer:
         publication = trainer.publish("/dev/shm/run", version=1)
         trainer.close()
 
+    Several policies (`trainer.policies`) are adapters of one model: what is said of weights, optimizer and updates is
+    of the one in use, but publications, states and exports have all of them.
+
+        with trainer.using("proposer"):     # else the first
+            trainer.update(rows, loss)
+
     `trainable=False`: for a scorer, which has no optimizer; `update` is then an error.
     """
 
@@ -123,8 +135,11 @@ class PolicyTrainer:
         self.config = config
         self.model_path = model_path
         self.engine_dtype = engine_dtype
-        self.num_updates = 0
-        """Number of updates so far, also before this trainer's start; the schedule's clock."""
+        self.policies = tuple(config.policies) or (ADAPTER,)
+        """Names of the policies."""
+        self.policy = self.policies[0]
+        """Name of the one in use."""
+        self._num_updates = dict.fromkeys(self.policies, 0)
         self.num_epochs = 1
         """Passes of `update` over its rows."""
         self.keeps_caches = False
@@ -180,7 +195,51 @@ class PolicyTrainer:
 
     def _add_adapters(self) -> dict[str, Tensor]:
         """Put adapters into the model; returns their values."""
-        return add_adapters(self.model.lm, self.config.lora)
+        return add_adapters(self.model.lm, self.config.lora, self.policies)
+
+    @contextmanager
+    def using(self, policy: str) -> Iterator[None]:
+        """Have what is done in the block be of this one of several policies. Its optimizer has numbers and a clock of
+        its own."""
+        before = self.policy
+        try:
+            self._use(policy)
+            yield
+        finally:
+            self._use(before)
+
+    def _use(self, policy: str) -> None:
+        use_adapter(self.model.lm, policy)
+        self.policy = policy
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates so far, also before this trainer's start; the schedule's clock."""
+        return self._num_updates[self.policy]
+
+    @num_updates.setter
+    def num_updates(self, count: int) -> None:
+        self._num_updates[self.policy] = count
+
+    @property
+    def counters(self) -> dict[str, Tensor]:
+        """Updates and optimizer steps so far, `[2]` int64: `counters`, or of several policies `counters/<policy>`."""
+        found = {}
+        for policy in self.policies:
+            with self.using(policy):
+                found[self._counter(policy)] = torch.tensor([self.num_updates, self.engine.num_optimizer_steps()])
+        return found
+
+    def loaded(self, counters: Mapping[str, Tensor]) -> None:
+        """Go on with the weights and the optimizer's state that have been read into the engine's pieces, and with these
+        counters. Collective."""
+        for policy in self.policies:
+            with self.using(policy):
+                self.num_updates, num_optimizer_steps = counters[self._counter(policy)].tolist()
+                self.engine.loaded(num_optimizer_steps)
+
+    def _counter(self, policy: str) -> str:
+        return f"counters/{policy}" if len(self.policies) > 1 else "counters"
 
     def _open(
         self, path: str, dtype: str, attention: str, checkpoint_layers: bool
@@ -350,8 +409,9 @@ class PolicyTrainer:
 
     def _own_params(self) -> AdamParams:
         """The optimizer's numbers as this update's turn in the schedule has them."""
-        config = self.config.optimizer
-        rate = learning_rate(config, self.num_updates, self.config.max_steps)
+        config = self.config.optimizer_of(self.policy)
+        max_updates = math.ceil(self.config.max_steps / self.config.every(self.policy))
+        rate = learning_rate(config, self.num_updates, max_updates)
         beta1, beta2 = config.betas
         return AdamParams(rate, beta1, beta2, config.eps, config.weight_decay, config.clip_norm)
 
@@ -427,10 +487,15 @@ class PolicyTrainer:
 
     def export(self, directory: str) -> dict[str, int]:
         """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
-        files that this rank has written, with their bytes. `directory`: visible to all ranks. Collective. Raises
-        `WeightError`."""
-        with self._phase("export"):
-            return export(self.engine, directory, self.model_path, self.engine_dtype)
+        files that this rank has written, with their bytes. Several policies get a folder each. `directory`: visible to
+        all ranks. Collective. Raises `WeightError`."""
+        written = {}
+        for policy in self.policies:
+            folder = f"{policy}/" if len(self.policies) > 1 else ""
+            with self._phase("export"), self.using(policy):
+                own = export(self.engine, f"{directory}/{folder}", self.model_path, self.engine_dtype)
+            written |= {folder + name: num_bytes for name, num_bytes in own.items()}
+        return written
 
     def take_device(self) -> None:
         """Come back to the device after an engine has used it. Does nothing on a CPU."""

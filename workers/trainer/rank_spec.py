@@ -4,11 +4,10 @@ the process that starts a run imports it."""
 from dataclasses import dataclass, field
 
 from penstock.algorithms.graph.columns import Column
-from penstock.algorithms.graph.stage import Stage
+from penstock.algorithms.graph.stage import Stage, TrainedPolicy
 from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.metering.ray_export import Origin
-from penstock.workers.protocols import Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,8 @@ class RankSpec:
 class TrainerSpec(RankSpec):
     """The specification of a rank that trains."""
 
-    loss: Loss
+    policies: tuple[TrainedPolicy, ...]
+    """Policies that it trains, each with its loss."""
     in_trainer: tuple[Stage, ...] = ()
     """Stages that run on the batch before the update."""
     columns: dict[str, Column] = field(default_factory=dict)

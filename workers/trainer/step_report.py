@@ -5,6 +5,7 @@ are written; `token_recorder.py` makes them and says what they mean. Without tor
 Legend: _N rows (samples) of this rank, T_i sampled tokens of row i.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,3 +104,13 @@ class TokenValues:
     """Loss masks, `[T_i]` bool."""
     advantage: list[np.ndarray | None]
     """Advantages, `[T_i]`, NaN for a token of an old turn. None: of responses, which the store has, or of none."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["TokenValues"]) -> "TokenValues":
+        """The values of the rows of several updates."""
+        return cls(
+            np.concatenate([one.row_ids for one in parts]),
+            [values for one in parts for values in one.trainer_logprobs],
+            [mask for one in parts for mask in one.loss_mask],
+            [values for one in parts for values in one.advantage],
+        )

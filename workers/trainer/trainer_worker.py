@@ -1,6 +1,7 @@
 """The work of a rank on the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
 
     TrainerWorker.step(k):  round k - 1 of "train" ─▶ trainer.update ─▶ checkpoint(k) ─▶ StepReport
+                                                      of each policy, on its own rows
     ScorerWorker.run():     one round of the stage after the other ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
@@ -16,20 +17,24 @@ Legend: _N rows (samples) of this rank.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.algorithms.graph.columns import POLICY
+from penstock.algorithms.graph.stage import TrainedPolicy
 from penstock.conf.errors import LeaseExpired, PartnerGone, PenstockError
 from penstock.store.client.lease import SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import RowsLost, RowsUnreachable
-from penstock.workers.protocols import Loss, Trainer
+from penstock.workers.probing import ProbeRow
+from penstock.workers.protocols import Trainer, UpdateReport
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.probe import ProbeRecorder
@@ -154,6 +159,48 @@ class SharedRounds:
         return outcomes
 
 
+@dataclass(frozen=True)
+class RowsUpdate:
+    """An update, and what is known of its rows on this rank."""
+
+    report: UpdateReport
+    tokens: TokenValues | None = None
+    """None: not noted."""
+    probe: tuple[ProbeRow, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Mapping[str, "RowsUpdate"], num_left_out: Mapping[str, int]) -> "RowsUpdate":
+        """The updates of several policies, by name. `num_left_out`: rows of each that were left out."""
+        reports = {name: one.report for name, one in parts.items()}
+        metrics = metrics_by_policy({name: one.metrics for name, one in reports.items()})
+        metrics |= {f"{name}/rows_left_out": float(count) for name, count in num_left_out.items()}
+        seconds = sum((Counter(one.seconds) for one in reports.values()), Counter[str]())
+        norms = [norm for one in reports.values() for norm in one.norms]
+        tokens = [one.tokens for one in parts.values() if one.tokens is not None]
+        probe = [replace(row, policy=name) for name, one in parts.items() for row in one.probe]
+        return cls(
+            UpdateReport(metrics, seconds=dict(seconds), norms=tuple(norms)),
+            TokenValues.joined(tokens) if tokens else None,
+            tuple(probe),
+        )
+
+
+def metrics_by_policy(of_policies: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several policies' updates: `<policy>/kl` for `actor/kl`, `<policy>/mismatch/kl` for `mismatch/kl`, of
+    which the largest keeps its name, too.
+
+    >>> metrics_by_policy({"a": {"actor/kl": 1.0, "mismatch/kl": 2.0}, "b": {"mismatch/kl": 3.0}})
+    {'a/kl': 1.0, 'a/mismatch/kl': 2.0, 'mismatch/kl': 3.0, 'b/mismatch/kl': 3.0}
+    """
+    found: dict[str, float] = {}
+    for policy, metrics in of_policies.items():
+        for name, value in metrics.items():
+            found[f"{policy}/{name.removeprefix('actor/')}"] = value
+            if not name.startswith("actor/"):
+                found[name] = max(value, found.get(name, value))
+    return found
+
+
 class TrainerWorker:
     """Trains on the batches of a store, a batch in each `step`. Lifecycle: `attach`, then `step` any number of times;
     `attach` again to continue with another store."""
@@ -161,7 +208,7 @@ class TrainerWorker:
     def __init__(
         self,
         trainer: Trainer,
-        loss: Loss,
+        policies: Sequence[TrainedPolicy],
         ranks: Peers = ALONE,
         *,
         preparation: Preparation | None = None,
@@ -170,11 +217,11 @@ class TrainerWorker:
         without_old: Callable[[Rows, int], Rows] | None = None,
         note: Callable[[StepReport, Rows], None] | None = None,
     ) -> None:
-        """`preparation`: of the batch before the update; None for none. `checkpoint`: copies the state after a step
-        into memory, and says why if it does so no more (`MemoryCheckpoint.save`); None for no copies, or where they are
-        made beside the next step. `phases`: where it notes what it does. `without_old`: returns rows without what is
-        too old for a version; None: nothing is. `note`: called after each step, with the rows that were trained
-        (`StepMeter.note`)."""
+        """`policies`: that are trained, each with its loss. `preparation`: of the batch before the update; None for
+        none. `checkpoint`: copies the state after a step into memory, and says why if it does so no more
+        (`MemoryCheckpoint.save`); None for no copies, or where they are made beside the next step. `phases`: where it
+        notes what it does. `without_old`: returns rows without what is too old for a version; None: nothing is. `note`:
+        called after each step, with the rows that were trained (`StepMeter.note`)."""
         self._note = note
         self._phases = phases or Phases()
         self.after_step: int | None = 0
@@ -183,7 +230,9 @@ class TrainerWorker:
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Counts of its share: rows trained so far, rows of the present batch, and response tokens of those that it
         reports. Rows that are trained again do not count."""
-        self._reports_rows, self._rank = ranks.reports_rows, ranks.rank
+        self._ranks, self._reports_rows = ranks, ranks.reports_rows
+        self.every: Mapping[str, int] = {}
+        """Of several policies those that do not learn in every step: the divisor of steps that they learn in."""
         self.probe_temperature: float | None = None
         """Sampling temperature of rows that steps report for engines to score again; None: they report none."""
         self.hash_of_weights: Callable[[], int] | None = None
@@ -195,7 +244,7 @@ class TrainerWorker:
         self.store: SyncStoreClient | None = None
         """The store that this worker is attached to."""
         self._rounds = SharedRounds("train", ranks)
-        self._loss = loss
+        self._policies = policies
         self._tokens: tuple[int, TokenValues | None] = (0, None)
         """The last step, and the values of each token in its update."""
 
@@ -220,7 +269,7 @@ class TrainerWorker:
         assert store is not None
         self.check_state(step - 1)
         self._tokens = (0, None)
-        recorder = TokenRecorder() if records_tokens and self._reports_rows else None
+        records = records_tokens and self._reports_rows
         started = time.perf_counter()
         with self._phases.within(WAITING):
             lease = self._rounds.take(store, step - 1)  # rounds are from 0
@@ -229,24 +278,22 @@ class TrainerWorker:
         leased = time.perf_counter()
         leased_rows, self.num_in_flight = lease.rows, len(lease.rows)
         if self._without_old is not None:
-            leased_rows = self._without_old(with_places(leased_rows) if recorder else leased_rows, lease.version)
+            leased_rows = self._without_old(with_places(leased_rows) if records else leased_rows, lease.version)
         if self._reports_rows:
             self.tokens_in_flight = int(leased_rows.lengths("response_ids").sum())
         with self._phases.within(UPDATING):
             rows, critic_metrics = self._prepare(leased_rows, lease.version)
             self.after_step = None
-            probe = None
-            if self.probe_temperature is not None and len(leased_rows):
-                probe = ProbeRecorder(leased_rows, recorder, self.probe_temperature)
-            report = self._trainer.update(rows, self._loss, probe or recorder, lease.version)
+            lengths = lease.rows.lengths("response_ids").tolist()
+            update = self._update(step, rows, lease.version, lengths if records else None, len(leased_rows))
+            report = update.report
             updated = time.perf_counter()
             no_memory_checkpoint = self._checkpoint(step) if self._checkpoint is not None else None
             self.after_step = step
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
         self.num_rows += self.num_in_flight
         self.num_in_flight = self.tokens_in_flight = 0
-        if recorder is not None:
-            self._tokens = step, recorder.values(rows, lease.rows.lengths("response_ids").tolist())
+        self._tokens = step, update.tokens
         trained = time.perf_counter()
         reported = leased_rows if self._reports_rows else leased_rows.select([])
         made = StepReport(
@@ -260,7 +307,7 @@ class TrainerWorker:
             np.asarray(reported.row_ids, np.int64),
             lease.share if self._reports_rows else None,
             no_memory_checkpoint,
-            probe.rows(rows) if probe is not None else (),
+            update.probe,
             self._hashes(rows, [*report.norms, critic_metrics.get("critic/grad_norm", 0.0)]),
         )
         if self._note is not None:
@@ -271,11 +318,46 @@ class TrainerWorker:
         """The hashes of this rank's share of the step. Rank 0 reports the norms, which are the same on each. Collective
         where weights are hashed."""
         found = row_hashes(rows) if self._reports_rows else {}
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             found["gradients"] = hash_of_norms(norms)
         if self.hash_of_weights is not None:
             found["weights"] = self.hash_of_weights()
         return found
+
+    def _update(self, step: int, rows: Rows, version: int, lengths: list[int] | None, num_leased: int) -> RowsUpdate:
+        """Update the policy, or each of several that learns in this step, by its own rows. Collective."""
+        if len(self._policies) == 1:
+            return self._update_one(self._policies[0], rows, version, lengths, num_leased)
+        names = rows.strings(POLICY) if len(rows) else []
+        places = {each.name: [at for at, name in enumerate(names) if name == each.name] for each in self._policies}
+        own_counts = [len(own) if self._reports_rows else 0 for own in places.values()]
+        counts = map(sum, zip(*self._ranks.gather_ranks(own_counts), strict=True))
+        updates, num_left_out = {}, {}
+        for policy, count in zip(self._policies, counts, strict=True):
+            is_left_out = step % self.every.get(policy.name, 1) != 0
+            num_left_out[policy.name] = count if is_left_out else 0
+            if count and not is_left_out:
+                own = places[policy.name]
+                own_lengths = [lengths[at] for at in own] if lengths is not None else None
+                with self._trainer.using(policy.name):
+                    updates[policy.name] = self._update_one(policy, rows.select(own), version, own_lengths, len(own))
+        return RowsUpdate.joined(updates, num_left_out)
+
+    def _update_one(
+        self, policy: TrainedPolicy, rows: Rows, version: int, lengths: list[int] | None, num_leased: int
+    ) -> RowsUpdate:
+        """`lengths`: tokens of each row of this step as it was sampled, where token values are recorded. `num_leased`:
+        rows of this step; those after them are of earlier ones."""
+        recorder = TokenRecorder() if lengths is not None else None
+        probe = None
+        if self.probe_temperature is not None and num_leased:
+            probe = ProbeRecorder(rows.select(range(num_leased)), recorder, self.probe_temperature)
+        report = self._trainer.update(rows, policy.loss, probe or recorder, version)
+        return RowsUpdate(
+            report,
+            recorder.values(rows, lengths) if recorder is not None and lengths is not None else None,
+            probe.rows(rows) if probe is not None else (),
+        )
 
     def _prepare(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
         """The rows with what stages of the trainer add, and these stages' metrics."""

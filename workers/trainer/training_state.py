@@ -21,11 +21,11 @@ from penstock.workers.weights.piece import Piece
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """Pieces that a state is read into. `counters`: updates and optimizer steps by trainer; `random`: the generator's
-    state. Both are among the pieces."""
+    """Pieces that a state is read into. `counters`: those of each trainer, by their names there; `random`: the
+    generator's state. Both are among the pieces."""
 
     pieces: list[Piece]
-    counters: dict[str, Tensor]
+    counters: dict[str, dict[str, Tensor]]
     random: Piece
 
 
@@ -77,14 +77,13 @@ class TrainingState:
 
     def load_targets(self) -> LoadTargets:
         """Pieces to be written into, then given to `finish_load`."""
-        counters, random = {name: torch.zeros(2, dtype=torch.int64) for name in self.trainers}, self._random()
+        counters, random = self._counters(), self._random()
         return LoadTargets([*self._of_engines(), *_of_counters(counters), random], counters, random)
 
     def finish_load(self, targets: LoadTargets, carried: str, *, has_random: bool = True) -> None:
         """Go on from the values that the targets have now, and from what was carried. Collective."""
         for name, trainer in self.trainers.items():
-            trainer.num_updates, num_optimizer_steps = targets.counters[name].tolist()
-            trainer.engine.loaded(num_optimizer_steps)
+            trainer.loaded(targets.counters[name])
         if self._preparation is not None:
             self._preparation.resume(carried)
         if has_random:
@@ -107,11 +106,8 @@ class TrainingState:
             for piece in trainer.engine.state():
                 yield replace(piece, name=f"{name}/{piece.name}")
 
-    def _counters(self) -> dict[str, Tensor]:
-        return {
-            name: torch.tensor([trainer.num_updates, trainer.engine.num_optimizer_steps()])
-            for name, trainer in self.trainers.items()
-        }
+    def _counters(self) -> dict[str, dict[str, Tensor]]:
+        return {name: trainer.counters for name, trainer in self.trainers.items()}
 
     def _random(self) -> Piece:
         """State of torch's own generator, for losses that draw numbers."""
@@ -119,5 +115,6 @@ class TrainingState:
         return Piece(f"rng/{self._ranks.rank}", tuple(state.shape), 0, state)
 
 
-def _of_counters(counters: Mapping[str, Tensor]) -> Iterator[Piece]:
-    return (Piece(f"{name}/counters", (2,), 0, values) for name, values in counters.items())
+def _of_counters(counters: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Piece]:
+    for trainer, some in counters.items():
+        yield from (Piece(f"{trainer}/{name}", (2,), 0, values) for name, values in some.items())

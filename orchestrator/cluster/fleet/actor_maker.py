@@ -228,13 +228,12 @@ class ActorMaker:
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self._config, self._flow.stage(str(actor.stage))
-        assert stage.function is not None  # `Dataflow.check` has seen to it
         states = f"{self._root}/{STATES}/{POLICY}"
         has_engines = any(other.role == "rollout" for other in self._table.plan)
         are_replaced = replaces_members(config) or not has_engines
         return TrainerSpec(
             model_path=self.local(actor.name, self._model_path),
-            loss=stage.function,
+            policies=stage.policies,
             in_trainer=tuple(self._flow.in_trainer),
             columns=self._flow.columns,
             epochs_per_batch=config.algorithm.epochs_per_batch,

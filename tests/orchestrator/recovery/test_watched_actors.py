@@ -152,6 +152,7 @@ def test_every_light_actor_says_who_it_is_and_what_it_is_at(make: Make, agent: t
 
 
 def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple[Any, str], tmp_path: Path) -> None:
+    from penstock.algorithms.graph.stage import TrainedPolicy
     from penstock.algorithms.losses import sft_loss
     from penstock.conf.model import FreshModelConfig
     from penstock.conf.trainer import TrainerConfig
@@ -169,7 +170,7 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
         config=TrainerConfig(),
         model_path=str(tmp_path / "model"),
         stage="train",
-        loss=sft_loss,
+        policies=(TrainedPolicy("policy", sft_loss),),
     )
     trainer = make(Trainer, spec, max_concurrency=3)
     assert ray.get(trainer.progress.remote()).phase == STARTING

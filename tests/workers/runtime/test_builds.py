@@ -118,7 +118,7 @@ def test_a_run_is_refused_before_it_starts(words: list[str], key: str, installed
 
 def trainer(num_gpus: float) -> Trainer:
     config = TrainerConfig(num_gpus_per_rank=num_gpus)
-    return Trainer(TrainerSpec(name="Trainer-policy-0", config=config, model_path="", stage="train", loss=len))
+    return Trainer(TrainerSpec(name="Trainer-policy-0", config=config, model_path="", stage="train", policies=()))
 
 
 def scorer(num_gpus: float) -> Scorer:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.algorithms.graph.stage import TrainedPolicy
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import ModelError, NotStarted
 from penstock.conf.trainer import TrainerConfig
@@ -33,7 +34,8 @@ from tests.workers.trainer.test_worker import fill, flow, make_store
 
 
 def trainer_spec(model_path: str, **options: object) -> TrainerSpec:
-    options = {"config": TrainerConfig(), "stage": "train", "loss": ppo_clip_loss} | options
+    policies = (TrainedPolicy("policy", ppo_clip_loss),)
+    options = {"config": TrainerConfig(), "stage": "train", "policies": policies} | options
     return TrainerSpec(name="Trainer-policy-0", model_path=model_path, **options)
 
 
@@ -58,7 +60,7 @@ def test_assembled_parts_take_a_batch_through_the_store(model_path: str) -> None
         client = StoreClient(store)
         await fill(client)
         scorer = assemble_scorer(scorer_spec(model_path), None)
-        trainer = assemble_trainer(trainer_spec(model_path, loss=flow().stage("train").function), None)
+        trainer = assemble_trainer(trainer_spec(model_path, policies=flow().stage("train").policies), None)
         trainer.worker.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.worker.step, 1)
@@ -77,7 +79,7 @@ def test_assembled_parts_take_a_batch_through_the_store(model_path: str) -> None
 def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
     model_path: str, tmp_path: Path
 ) -> None:
-    spec = trainer_spec(model_path, memory_checkpoint_root=str(tmp_path), loss=flow().stage("train").function)
+    spec = trainer_spec(model_path, memory_checkpoint_root=str(tmp_path), policies=flow().stage("train").policies)
 
     async def run() -> Trainer:
         store = make_store()

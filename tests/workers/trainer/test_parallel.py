@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
+from penstock.algorithms.graph.stage import TrainedPolicy
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
@@ -137,7 +138,8 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
     make_trainer: Make, make_rows: Callable[..., Rows]
 ) -> None:
     store, rows, trainer = OneBatch(make_rows(4)), make_rows(4), make_trainer()
-    trainers = [TrainerWorker(trainer, sft_loss, Alone(0, 3, 5, speaks)) for speaks in (True, False)]
+    policies = [TrainedPolicy("policy", sft_loss)]
+    trainers = [TrainerWorker(trainer, policies, Alone(0, 3, 5, speaks)) for speaks in (True, False)]
     for worker in trainers:
         worker.attach(store)
     reports = [worker.step(1) for worker in trainers]

@@ -151,7 +151,7 @@ def test_a_worker_has_them_for_the_last_step_if_it_was_asked_to_note_them(make_t
         lease = await client.lease("reference", 4, "reference")
         assert lease
         await client.write(lease, lease.rows.row_ids, {"reference_logprobs": [[-4.0] * (row + 1) for row in range(4)]})
-        worker = TrainerWorker(make_trainer(), flow().stage("train").function, without_old=young)
+        worker = TrainerWorker(make_trainer(), flow().stage("train").policies, without_old=young)
         worker.attach(SyncStoreClient(store))
         await asyncio.to_thread(worker.step, 1, records)
         return [worker.token_values(step) for step in (0, 1, 2)]

@@ -76,7 +76,7 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         client = StoreClient(store)
         await fill(client)
         helper = ScorerWorker(as_reference(reference.logprobs), "reference")
-        trainer = TrainerWorker(policy, flow().stage("train").function)
+        trainer = TrainerWorker(policy, flow().stage("train").policies)
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)
@@ -113,7 +113,7 @@ def test_a_trainer_and_a_scorer_go_on_with_another_store(make_trainer: Make) -> 
         client = StoreClient(second)
         await fill(client)
         helper = ScorerWorker(as_reference(make_trainer(trainable=False).logprobs), "reference")
-        trainer = TrainerWorker(make_trainer(lr=1e-2), flow().stage("train").function)
+        trainer = TrainerWorker(make_trainer(lr=1e-2), flow().stage("train").policies)
         trainer.attach(SyncStoreClient(first))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(first)))
         waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
@@ -153,7 +153,7 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
         client, seen = StoreClient(store), []
         await store.spec()  # from here on it lives in this loop
         scorer = ScorerWorker(as_reference(Slow().logprobs), "reference", phases=of_scorer)
-        trainer = TrainerWorker(Slow(), ppo_clip_loss, phases=phases)  # type: ignore[arg-type]
+        trainer = TrainerWorker(Slow(), flow().stage("train").policies, phases=phases)  # type: ignore[arg-type]
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(scorer.run, SyncStoreClient(store)))
         stepping = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
@@ -190,7 +190,7 @@ def test_the_state_is_copied_after_the_update_and_before_the_report_of_it(
         client = StoreClient(store)
         await fill(client)
         helper = ScorerWorker(as_reference(reference.logprobs), "reference")
-        trainer = TrainerWorker(policy, flow().stage("train").function, checkpoint=checkpoint)
+        trainer = TrainerWorker(policy, flow().stage("train").policies, checkpoint=checkpoint)
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)

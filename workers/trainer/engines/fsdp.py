@@ -23,7 +23,13 @@ from torch.utils import swap_tensors
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.workers.protocols import AdamParams
 from penstock.workers.runtime.host_memory import HostBuffer, HostPart, padded
-from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
+from penstock.workers.trainer.engines.lora import (
+    adapter_names,
+    adapters,
+    hf_name,
+    is_adapter,
+    trained_parameters,
+)
 from penstock.workers.trainer.engines.mesh import RankMesh, first_row, local
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.train_engine import (
@@ -279,9 +285,12 @@ class FsdpEngine:
 
     @torch.no_grad()
     def adapter_pieces(self) -> Iterator[Piece]:
-        for adapter in adapters(self.model.lm):
-            for name, parameter in adapter.tensors():
-                yield self._share(name, parameter, self._whole_columns(parameter, local(parameter)))
+        policies = adapter_names(self.model.lm)
+        for policy in policies:
+            prefix = f"{policy}/" if len(policies) > 1 else ""
+            for adapter in adapters(self.model.lm, policy):
+                for name, parameter in adapter.tensors():
+                    yield self._share(prefix + name, parameter, self._whole_columns(parameter, local(parameter)))
 
     def _whole_columns(self, parameter: Tensor, rows: Tensor) -> Tensor:
         """All columns of this rank's rows of a parameter. Collective where tensor parallelism splits them."""
@@ -299,13 +308,14 @@ class FsdpEngine:
                 yield self.own_piece(f"{kind}/{name}", parameter, local(tensor).detach(), tuple(parameter.shape))
 
     def num_optimizer_steps(self) -> int:
-        return num_steps(self.optimizer)
+        return num_steps(self.optimizer, trained_parameters(self.model.lm))
 
     def loaded(self, num_optimizer_steps: int) -> None:
         assert self.optimizer is not None
-        set_num_steps(self.optimizer, num_optimizer_steps)
-        for parameter, state in self.optimizer.state.items():
-            for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
+        trained = trained_parameters(self.model.lm)
+        set_num_steps(self.optimizer, num_optimizer_steps, trained)
+        for parameter in trained:
+            for tensor in (parameter, *(self.optimizer.state[parameter][moment] for moment in MOMENTS)):
                 self.mesh.broadcast_shares(local(tensor).detach())
                 if self.tensor and not self._is_split(parameter):
                     self.tensor.broadcast_first(local(tensor).detach())

@@ -6,10 +6,14 @@ which only A and B are trained.
 
 `pieces` make a publication that is a whole model, of which engines need not know that adapters made it;
 `adapter_pieces`, with `trainer.lora.publish=adapter`, one of A and B alone.
+
+Several policies (`trainer.policies`) are as many adapters of one model, of which one at a time is in use: passes go
+through it, and an optimizer step changes it alone.
 """
 
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ from penstock.workers.weights.publication.adapter import (
 )
 
 ADAPTER = "default"
-"""PEFT's name of the one adapter."""
+"""PEFT's name of an adapter that is the only one; of several each has its policy's."""
 INITIAL_SEED = 0
 """Seed of A's initial values. The same in every rank, or their shards would be of different tensors."""
 _LOG = logging.getLogger("penstock")
@@ -71,17 +75,19 @@ class Adapter:
         yield tensor_name(self.path, "B"), self.b
 
 
-def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
+def add_adapters(lm: Any, config: LoraConfig, names: Sequence[str] = (ADAPTER,)) -> dict[str, Tensor]:
     """Put adapters around the linear layers and experts that `config` names, in place; everything else stops requiring
-    gradients, but for a scalar head, which is small and new. `lm`: without weights. Returns the values of A and B,
-    which have none in it either.
+    gradients, but for a scalar head, which is small and new. `lm`: without weights. `names`: of as many adapters, which
+    start alike; the first is in use. Returns the values of A and B, which have none in it either.
 
     B starts at zero, so that the model starts as it was. Without dropout: what is trained must be what sampled. Raises
-    `ConfigError` for a target that names nothing that can have one.
+    `ConfigError` for a target that names nothing that can have one, and for a name that modules have no room for.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
+    if taken := next((name for name in names if hasattr(nn.ModuleDict, name)), None):
+        raise ConfigError(f"flow.train({taken!r}): torch's modules have a method of this name. Choose another one.")
     targets = find_targets(lm, config)
     _log_left_out(lm, config, targets)
     peft_config = PeftConfig(
@@ -99,9 +105,14 @@ def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
         # PEFT makes A and B where W is: one element many times is on the CPU, and takes no memory.
         for name, weight in weights.items():
             setattr(module, name, nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape)))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(INITIAL_SEED)
-        inject_adapter_in_model(peft_config, lm, ADAPTER)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        for adapter in names:
+            torch.manual_seed(INITIAL_SEED)
+            inject_adapter_in_model(peft_config, lm, adapter)
+    use_adapter(lm, names[0])
+    for name, parameter in lm.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
     for module, weights in without:
         for name, weight in weights.items():
             setattr(module, name, weight.requires_grad_(False))
@@ -144,14 +155,40 @@ def _log_left_out(lm: Any, config: LoraConfig, targets: AdapterTargets) -> None:
         )  # fmt: skip
 
 
-def adapters(lm: Any) -> Iterator[Adapter]:
-    """Adapters in the model's order; none where `add_adapters` was not called."""
+def adapter_names(lm: Any) -> list[str]:
+    """Names of a model's adapters; none where `add_adapters` was not called."""
+    return list(getattr(lm, "peft_config", ()))
+
+
+def use_adapter(lm: Any, name: str) -> None:
+    """Have passes go through this one of several adapters. PEFT's own `set_adapter` would have the others require no
+    gradients, which FSDP2 asks for when it shards them."""
+    for module in lm.modules():
+        if hasattr(module, "_active_adapter"):
+            module._active_adapter = name
+
+
+def adapter_in_use(lm: Any) -> str:
+    """Name of the adapter that passes go through."""
+    return next((module._active_adapter for module in lm.modules() if hasattr(module, "_active_adapter")), ADAPTER)
+
+
+def trained_parameters(lm: Any) -> list[nn.Parameter]:
+    """What requires gradients, in the model's order; of several adapters, A and B of the one in use."""
+    others = tuple(f".{name}.weight" for name in adapter_names(lm) if name != adapter_in_use(lm))
+    return [one for name, one in lm.named_parameters() if one.requires_grad and not name.endswith(others)]
+
+
+def adapters(lm: Any, name: str = "") -> Iterator[Adapter]:
+    """The adapters of layers, in the model's order, of this name or of the one in use; none where `add_adapters` was
+    not called."""
+    name = name or adapter_in_use(lm)
     for path, module in lm.named_modules():
         if hasattr(module, "lora_A"):
-            a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+            a, b = module.lora_A[name].weight, module.lora_B[name].weight
             weight = getattr(module, "parameter_name", "weight")  # PEFT's wrapper of a parameter says which
             num_experts = module.num_experts if weight != "weight" else 0
-            yield Adapter(f"{hf_name(path)}.{weight}", path, a, b, float(module.scaling[ADAPTER]), num_experts)
+            yield Adapter(f"{hf_name(path)}.{weight}", path, a, b, float(module.scaling[name]), num_experts)
 
 
 def is_adapter(name: str) -> bool:
@@ -165,8 +202,8 @@ def hf_name(name: str) -> str:
 
 
 def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
-    """Save the adapter by itself, as PEFT's `PeftModel.from_pretrained` and vLLM's LoRA requests load it, in float32.
-    Collective; `is_writer`: this rank writes. Nothing is written where the model has no adapters."""
+    """Save the adapter in use by itself, as PEFT's `PeftModel.from_pretrained` and vLLM's LoRA requests load it, in
+    float32. Collective; `is_writer`: this rank writes. Nothing is written where the model has no adapters."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -178,7 +215,7 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
     if tensors:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / FILE_NAME, metadata={"format": "pt"})
-        lm.peft_config[ADAPTER].save_pretrained(str(directory))
+        lm.peft_config[adapter_in_use(lm)].save_pretrained(str(directory))
 
 
 def _whole_rows(tensor: Tensor) -> Tensor:

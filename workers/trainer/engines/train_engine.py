@@ -13,7 +13,7 @@ backward.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
@@ -82,12 +82,12 @@ class TrainEngine(Protocol):
     def pieces(self, *, stacked: bool = False) -> Iterator[Piece]:
         """The weights as a checkpoint of the model has them, or with `stacked` a publication
         (`weights/checkpoint_form.py`): this rank's ranges of their elements, tied weights once, persistent buffers too.
-        Adapters are merged. Collective. Raises `ModelError` for a model of which transformers makes something else in a
-        way that is not known."""
+        Adapters are merged, of several the one in use. Collective. Raises `ModelError` for a model of which
+        transformers makes something else in a way that is not known."""
 
     def adapter_pieces(self) -> Iterator[Piece]:
-        """A and B of every adapter, runs of their elements, by PEFT's names (`weights/publication/adapter.py`);
-        nothing where there are none. Collective."""
+        """A and B of every adapter, runs of their elements, by PEFT's names (`weights/publication/adapter.py`), of
+        several policies after theirs: `solver/base_model.…`; nothing where there are none. Collective."""
 
     def state(self) -> Iterator[Piece]:
         """Everything that a resumed run needs, bit for bit, by the model's own names: `weights/<name>` (float32),
@@ -95,10 +95,11 @@ class TrainEngine(Protocol):
         into the pieces' `values`, then calls `loaded`. Collective."""
 
     def num_optimizer_steps(self) -> int:
-        """Number of AdamW's steps so far, which its bias correction counts."""
+        """Number of AdamW's steps so far, which its bias correction counts; of several adapters, of the one in use."""
 
     def loaded(self, num_optimizer_steps: int) -> None:
-        """Bring copies of `state` up to date after it was overwritten. Collective."""
+        """Bring copies of `state` up to date after it was overwritten; of several adapters, of the one in use.
+        Collective."""
 
     def close(self) -> None:
         """Release what outlives the engine otherwise. Called once, last, before the ranks part."""
@@ -143,16 +144,17 @@ def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor
     return state
 
 
-def num_steps(optimizer: torch.optim.AdamW | None) -> int:
-    """Number of steps so far, which the bias correction counts."""
+def num_steps(optimizer: torch.optim.AdamW | None, parameters: Iterable[Tensor] | None = None) -> int:
+    """Number of steps so far of these parameters or of all, which the bias correction counts."""
     assert optimizer is not None
-    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
+    known = optimizer.state if parameters is None else [one for one in parameters if one in optimizer.state]
+    return max((int(optimizer.state[one]["step"]) for one in known), default=0)
 
 
-def set_num_steps(optimizer: torch.optim.AdamW | None, count: int) -> None:
+def set_num_steps(optimizer: torch.optim.AdamW | None, count: int, parameters: Iterable[Tensor] | None = None) -> None:
     assert optimizer is not None
-    for state in optimizer.state.values():
-        state["step"].fill_(count)
+    for one in optimizer.state if parameters is None else parameters:
+        optimizer.state[one]["step"].fill_(count)
 
 
 def set_params(optimizer: torch.optim.AdamW, params: AdamParams) -> None:

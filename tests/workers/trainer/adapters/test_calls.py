@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.algorithms.graph.stage import TrainedPolicy
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import DataError, NotStarted
 from penstock.conf.trainer import TrainerConfig
@@ -23,7 +24,7 @@ def rank(request: pytest.FixtureRequest, model_path: str) -> Iterator[Trainer]:
         config=TrainerConfig(num_minibatches=3),
         model_path=model_path,
         stage="train",
-        loss=sft_loss,
+        policies=(TrainedPolicy("policy", sft_loss),),
         slot_rank=request.param,
     )
     trainer = Trainer(spec)

@@ -1,6 +1,7 @@
 """Adapters on one rank. On more of them: `test_ranks_parallel.py`."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.algorithms.losses import sft_loss
+from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
-from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.conf.trainer import LoraConfig, PolicyConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.protocols import Publication
@@ -52,6 +53,100 @@ def trained(make_trainer: Make, make_rows: MakeRows, **options: Any) -> PolicyTr
     for seed in range(3):
         trainer.update(make_rows(6, seed=seed), sft_loss)
     return trainer
+
+
+TWO = {
+    "lora": ALONE,
+    "policies": {"solver": PolicyConfig(), "proposer": PolicyConfig(every=2, optimizer={"lr": 3e-2})},
+}
+COSINE = {"lr": 1e-2, "schedule": "cosine", "weight_decay": 0.1, "max_steps": 6}
+
+
+def state_of(trainer: PolicyTrainer, policy: str = "") -> dict[str, Tensor]:
+    """Weights and moments, of a policy alone by the names that they have where it is the only one."""
+    pieces = {piece.name: piece.values.clone() for piece in trainer.engine.state()}
+    own = {name: values for name, values in pieces.items() if name.endswith(f".{policy}.weight")}
+    return {name.replace(f".{policy}.", ".default."): values for name, values in own.items()} if policy else pieces
+
+
+def is_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def train_two(trainer: PolicyTrainer, make_rows: MakeRows) -> None:
+    """Three updates of the solver, and two of the proposer between them."""
+    for seed in range(3):
+        trainer.update(make_rows(6, seed=seed), ppo_clip_loss)
+        if seed < 2:
+            with trainer.using("proposer"):
+                trainer.update(make_rows(4, seed=10 + seed), sft_loss)
+
+
+def test_two_adapters_end_with_the_bits_of_each_alone(make_trainer: Make, make_rows: MakeRows, tmp_path: Path) -> None:
+    both, solver, proposer = (
+        make_trainer(**COSINE, **TWO),
+        make_trainer(**COSINE, lora=TWO["lora"]),
+        make_trainer(**COSINE | {"lr": 3e-2, "max_steps": 3}, lora=TWO["lora"]),
+    )
+    train_two(both, make_rows)
+    for seed in range(3):
+        solver.update(make_rows(6, seed=seed), ppo_clip_loss)
+    for seed in range(2):
+        proposer.update(make_rows(4, seed=10 + seed), sft_loss)
+    counted = {name: count.tolist() for name, count in both.counters.items()}
+    assert counted == {"counters/solver": [3, 3], "counters/proposer": [2, 2]}
+    both.export(str(tmp_path / "both"))
+    for name, alone in (("solver", solver), ("proposer", proposer)):
+        assert is_same(state_of(both, name), state_of(alone))
+        alone.export(str(tmp_path / name))
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+            assert (tmp_path / "both" / name / file).read_bytes() == (tmp_path / name / file).read_bytes(), file
+        assert (tmp_path / "both" / name / "config.json").exists()
+        with both.using(name):
+            rows = make_rows(4)
+            for ours, theirs in zip(both.logprobs(rows), alone.logprobs(rows), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+    assert not (tmp_path / "both" / "model.safetensors").exists()
+
+
+def test_the_use_of_one_adapter_leaves_the_other_as_it_is(make_trainer: Make, make_rows: MakeRows) -> None:
+    trainer = make_trainer(**COSINE, **TWO)
+    train_two(trainer, make_rows)
+    before = state_of(trainer, "solver")
+    with pytest.raises(ZeroDivisionError), trainer.using("proposer"):
+        metrics = trainer.update(make_rows(4, seed=7), sft_loss).metrics
+        raise ZeroDivisionError
+    assert metrics["actor/lr"] == pytest.approx(3e-2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 2 / 3))))
+    assert is_same(state_of(trainer, "solver"), before)
+    assert trainer.policy == "solver"
+    assert trainer.num_updates == 3
+    assert trainer.engine.num_optimizer_steps() == 3
+    assert not is_same(state_of(trainer, "proposer"), before)
+
+
+def test_two_adapters_are_published_in_one_file(make_trainer: Make, make_rows: MakeRows, tmp_path: Path) -> None:
+    trainer = make_trainer(**COSINE, **TWO)
+    hashes = [trainer.hash_of_weights()]
+    train_two(trainer, make_rows)
+    hashes.append(trainer.hash_of_weights())
+    with trainer.using("proposer"):
+        trainer.update(make_rows(4, seed=7), sft_loss)
+        assert trainer.hash_of_weights() not in hashes
+    trainer.publish(str(tmp_path), 1)
+    trainer.export(str(tmp_path / "model"))
+    published = load_file(tmp_path / "v00000001" / "model.safetensors")
+    exported = {
+        f"{name}/{key}": values
+        for name in TWO["policies"]
+        for key, values in load_file(tmp_path / "model" / name / "adapter" / "adapter_model.safetensors").items()
+    }
+    assert is_same(published, exported)
+
+
+@pytest.mark.parametrize("taken", ["update", "keys"])
+def test_a_policy_that_modules_have_no_room_for_is_refused(make_trainer: Make, taken: str) -> None:
+    with pytest.raises(ConfigError, match=rf"flow\.train\('{taken}'\): torch's modules have a method of this name"):
+        make_trainer(lora=ALONE, policies={"solver": PolicyConfig(), taken: PolicyConfig()})
 
 
 def test_a_new_adapter_changes_no_weight(make_trainer: Make, weights_of: Weights, model_path: str) -> None:

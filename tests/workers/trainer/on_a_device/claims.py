@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.algorithms.graph.columns import Column
-from penstock.algorithms.graph.stage import Stage
+from penstock.algorithms.graph.stage import Stage, TrainedPolicy
 from penstock.algorithms.losses import (
     SURROGATES,
     interpolated_policy_loss,
@@ -77,6 +77,7 @@ else:
     from tests.fakes.device import DEVICE, TO_DEVICE, TO_HOST, crossed, live_bytes
 
 PATHS: list[Path] = []
+POLICIES = (TrainedPolicy("policy", ppo_clip_loss),)
 """The model, and a directory to write to."""
 KINDS: dict[str, dict[str, Any]] = {
     "gathered whole": {},
@@ -364,7 +365,7 @@ def ranks_on_the_device() -> Iterator[None]:
 def a_critic_leaves_with_its_policy() -> None:
     stages = (Stage("values", "values", "batch", reads=(), writes=(Column("old_values", "float32", "token"),)),)
     spec = TrainerSpec(
-        name="t", config=TrainerConfig(), model_path=str(PATHS[0]), stage="train", loss=ppo_clip_loss, in_trainer=stages
+        name="t", config=TrainerConfig(), model_path=str(PATHS[0]), stage="train", policies=POLICIES, in_trainer=stages
     )
     with ranks_on_the_device():
         parts: TrainerParts = assemble_trainer(spec, None)
@@ -415,7 +416,7 @@ def counting(num_parameters: int) -> Iterator[Traffic]:
 
 def a_rank_that_stays_moves_nothing_and_releases_what_computing_needs() -> None:
     config = TrainerConfig(stay_on_device=True, optimizer=OptimizerConfig(**LINEAR), max_tokens_per_microbatch=100)
-    spec = TrainerSpec(name="t", config=config, model_path=str(PATHS[0]), stage="train", loss=ppo_clip_loss)
+    spec = TrainerSpec(name="t", config=config, model_path=str(PATHS[0]), stage="train", policies=POLICIES)
     with gathered_by_layer(), ranks_on_the_device():
         parts: TrainerParts = assemble_trainer(spec, None)
         leaves = made()
@@ -441,7 +442,7 @@ def a_rank_that_stays_moves_nothing_and_releases_what_computing_needs() -> None:
 def a_colocated_step_moves_its_state_as_often_as_counted_here() -> None:
     """With two engines on the node, bytes of each parameter: 12 of the state, 2 of a publication."""
     spec = TrainerSpec(
-        name="t", config=TrainerConfig(), model_path=str(PATHS[0]), stage="train", loss=ppo_clip_loss,
+        name="t", config=TrainerConfig(), model_path=str(PATHS[0]), stage="train", policies=POLICIES,
         engine_dtype="bfloat16", memory_checkpoint_root=str(PATHS[1] / "kept"),
     )  # fmt: skip
     with ranks_on_the_device():
