@@ -5,7 +5,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import MemoryCheckpointError, PartnerGone
-from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.conf.trainer import LoraConfig, OptimizerConfig, PolicyConfig, TrainerConfig
 from penstock.workers.trainer import memory_checkpoint
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.memory_slots import SLOTS, copied_steps
@@ -37,6 +37,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{engine} in bfloat16": (engine, {"dtype": "bfloat16"}) for engine in ENGINES},
     "fsdp with adapters": ("fsdp", {"lora": LoraConfig(rank=4, alpha=8)}),
     "fsdp with adapters in bfloat16": ("fsdp", {"lora": LoraConfig(rank=4, alpha=8), "dtype": "bfloat16"}),
+    "fsdp with two policies": (
+        "fsdp",
+        {"lora": LoraConfig(rank=4, alpha=8), "policies": {"a": PolicyConfig(), "b": PolicyConfig(every=2)}},
+    ),
 }
 
 
@@ -65,7 +69,10 @@ class Rank:
         returns = [np.full(length, 0.1 * seed, np.float32) for length in rows.lengths("response_ids")]
         rows = rows.with_column("returns", returns).with_column("old_values", self.critic.values(rows))
         self.critic.update(rows, value_loss)
-        self.policy.update(rows, loss_with_noise)
+        for policy in self.policy.policies:
+            if seed % self.policy.config.every(policy) == 0:
+                with self.policy.using(policy):
+                    self.policy.update(rows, loss_with_noise)
 
     def everything(self) -> dict[str, torch.Tensor]:
         pieces = {piece.name: piece.values.clone() for piece in self.state.pieces_of_rank()}
@@ -96,7 +103,7 @@ def make_rank(
             optimizer=OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2),
         )  # fmt: skip
         policy = PolicyTrainer(config, model_path)
-        critic = CriticTrainer(config, model_path)
+        critic = CriticTrainer(replace(config, policies={}), model_path)
         flow = Dataflow()
         flow.compute(grown, reads=["advantage"], writes=[Column("weighted", "float32")], per="batch", state=[1])
         columns = {"advantage": STANDARD_COLUMNS["advantage"], **flow.columns}
@@ -126,6 +133,9 @@ def test_a_new_rank_goes_on_from_the_copy_bit_for_bit(make_rank: Callable[..., R
     anew.checkpoint.restore(2)
     assert_same(anew.everything(), at_two)
     assert (anew.policy.num_updates, anew.critic.num_updates) == (2, 2)
+    assert {name: count.tolist() for name, count in anew.policy.counters.items()} == (
+        {"counters/a": [2, 2], "counters/b": [1, 1]} if len(anew.policy.policies) > 1 else {"counters": [2, 2]}
+    )
     anew.update(3)
     assert_same(anew.everything(), expected)
     assert anew.checkpoint.save(3) is None

@@ -2,7 +2,9 @@ import asyncio
 import json
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.algorithms.losses import ppo_clip_loss
+from penstock.algorithms.graph.stage import TrainedPolicy
+from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
-from penstock.conf.trainer import TrainerConfig
+from penstock.conf.trainer import LoraConfig, PolicyConfig, TrainerConfig
 from penstock.store.client.store_client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
@@ -22,9 +25,11 @@ from penstock.store.spec import StoreSpec
 from penstock.workers.protocols import UpdateReport
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
+from penstock.workers.trainer.row_hashes import hash_of_norms
 from penstock.workers.trainer.step_report import StepReport, TrainedRows
-from penstock.workers.trainer.trainer_worker import ScorerWorker, TrainerWorker
-from tests.workers.trainer.conftest import as_reference
+from penstock.workers.trainer.trainer_worker import Alone, ScorerWorker, TrainerWorker
+from tests.workers.trainer.conftest import as_reference, assert_same, whole_state
+from tests.workers.trainer.test_parallel import OneBatch
 
 Make = Callable[..., PolicyTrainer]
 
@@ -204,6 +209,117 @@ def test_the_state_is_copied_after_the_update_and_before_the_report_of_it(
     assert noted == ["copied 1 after update 1"]
     assert report.no_memory_checkpoint == answer
     assert 0 < report.seconds["keep"] < report.train_s
+
+
+TWO = {
+    "lora": LoraConfig(rank=4, publish="adapter"),
+    "policies": {"solver": PolicyConfig(), "proposer": PolicyConfig(optimizer={"lr": 3e-2})},
+}
+POLICIES = (TrainedPolicy("solver", ppo_clip_loss), TrainedPolicy("proposer", sft_loss))
+SPOKE = ["solver", "proposer", "proposer", "solver", "solver", "proposer"]
+
+
+def test_each_policy_learns_from_its_own_rows(make_trainer: Make, make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows(6).with_column("policy", SPOKE)
+    rows = rows.with_column("token_versions", [np.zeros(length, np.int32) for length in rows.lengths("response_ids")])
+    trainer, alone = (make_trainer(lr=1e-2, **TWO) for _ in range(2))
+    expected = {}
+    for policy in POLICIES:
+        own = rows.select([at for at, name in enumerate(SPOKE) if name == policy.name])
+        with alone.using(policy.name):
+            before = alone.logprobs(own)
+            expected[policy.name] = (
+                alone.update(own, policy.loss, version=0),
+                dict(zip(own.row_ids, before, strict=True)),
+            )
+    worker = TrainerWorker(trainer, POLICIES)
+    worker.attach(OneBatch(rows))  # type: ignore[arg-type]
+    worker.probe_temperature = 1.0
+    report = worker.step(1, records_tokens=True)
+    assert report is not None
+    assert_same(whole_state(trainer), whole_state(alone))
+    metrics = {name: one.metrics for name, (one, _) in expected.items()}
+    assert report.metrics["solver/pg_loss"] == metrics["solver"]["actor/pg_loss"]
+    assert report.metrics["proposer/loss"] == metrics["proposer"]["actor/loss"]
+    assert (report.metrics["solver/lr"], report.metrics["proposer/lr"]) == (1e-2, 3e-2)
+    largest = max(one["mismatch/logprob_abs_max"] for one in metrics.values())
+    assert report.metrics["mismatch/logprob_abs_max"] == largest
+    assert report.metrics["solver/rows_left_out"] == report.metrics["proposer/rows_left_out"] == 0
+    assert not any(name.startswith("actor/") for name in report.metrics)
+    norms = [norm for one, _ in expected.values() for norm in one.norms]
+    assert report.hashes["gradients"] == hash_of_norms([*norms, 0.0])
+    assert report.row_ids.tolist() == rows.row_ids.tolist()
+    assert [row.policy for row in report.probe] == ["solver", "proposer"]
+    values = worker.token_values(1)
+    assert values is not None
+    assert sorted(values.row_ids.tolist()) == rows.row_ids.tolist()
+    known = {row: one for _, before in expected.values() for row, one in before.items()}
+    for row, one, mask in zip(values.row_ids.tolist(), values.trainer_logprobs, values.loss_mask, strict=True):
+        assert mask.all()
+        np.testing.assert_allclose(one, known[row], atol=1e-5)
+
+
+class Noted:
+    """A trainer that notes the rows of each update, by the policy in use."""
+
+    def __init__(self) -> None:
+        self.policy, self.updates = "", list[tuple[str, list[int]]]()
+
+    @contextmanager
+    def using(self, policy: str) -> Iterator[None]:
+        self.policy = policy
+        yield
+
+    def update(self, rows: Rows, loss: Any, recorder: Any = None, version: int | None = None) -> UpdateReport:
+        self.updates.append((self.policy, rows.row_ids.tolist()))
+        return UpdateReport({"actor/loss": 1.0}, seconds={"update": 2.0}, norms=(1.0,))
+
+
+@dataclass(frozen=True)
+class BesideAnother(Alone):
+    """A rank whose only peer has so many rows of each policy."""
+
+    counts: tuple[int, ...] = ()
+
+    def gather_ranks(self, value: Any) -> list[Any]:
+        return [value, [*self.counts]] if isinstance(value, list) else [value]
+
+
+def test_a_policy_learns_in_steps_that_its_number_divides(make_rows: Callable[..., Rows]) -> None:
+    trainer, rows = Noted(), make_rows(6).with_column("policy", SPOKE)
+    worker = TrainerWorker(trainer, POLICIES, BesideAnother(counts=(1, 2)))  # type: ignore[arg-type]
+    worker.attach(OneBatch(rows))  # type: ignore[arg-type]
+    worker.every = {"proposer": 2}
+    first, second = worker.step(1), worker.step(2)
+    assert trainer.updates == [("solver", [0, 3, 4]), ("solver", [0, 3, 4]), ("proposer", [1, 2, 5])]
+    assert first is not None
+    assert second is not None
+    assert first.metrics == {"solver/loss": 1.0, "solver/rows_left_out": 0.0, "proposer/rows_left_out": 5.0}
+    assert second.metrics["proposer/rows_left_out"] == 0.0
+    assert (first.seconds["update"], second.seconds["update"]) == (2.0, 4.0)
+    assert second.hashes["gradients"] == hash_of_norms([1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(("of_peer", "updated"), [(0, ["solver"]), (2, ["solver", "proposer"])])
+def test_a_policy_is_updated_where_any_rank_has_rows_of_it(
+    make_rows: Callable[..., Rows], of_peer: int, updated: list[str]
+) -> None:
+    trainer = Noted()
+    worker = TrainerWorker(trainer, POLICIES, BesideAnother(counts=(0, of_peer)))  # type: ignore[arg-type]
+    worker.attach(OneBatch(make_rows(3).with_column("policy", ["solver"] * 3)))  # type: ignore[arg-type]
+    worker.step(1)
+    assert trainer.updates == [(name, [0, 1, 2] if name == "solver" else []) for name in updated]
+
+
+def test_no_policy_is_updated_without_rows(make_trainer: Make, make_rows: Callable[..., Rows]) -> None:
+    trainer = make_trainer(lr=1e-2, **TWO)
+    before = whole_state(trainer)
+    worker = TrainerWorker(trainer, POLICIES)
+    worker.attach(OneBatch(make_rows(2).with_column("policy", ["solver"] * 2).select([])))  # type: ignore[arg-type]
+    report = worker.step(1)
+    assert report is not None
+    assert report.metrics == {"solver/rows_left_out": 0.0, "proposer/rows_left_out": 0.0}
+    assert_same(whole_state(trainer), before)
 
 
 def test_staleness_is_counted_from_the_version_before_the_update() -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import CheckpointError
 from penstock.conf.model import FreshModelConfig
+from penstock.conf.trainer import LoraConfig, PolicyConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.checkpointing.saver import Saver
@@ -64,6 +65,43 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
     assert other.num_updates == 2
     other.update(make_rows(8, seed=2), ppo_clip_loss)
     assert same(everything(other), everything(trained))
+
+
+def test_each_of_several_policies_goes_on_from_its_own_counters(
+    make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    """Also where they are named in another order; others are refused."""
+    lora = LoraConfig(rank=4)
+
+    def of(*policies: str, **options: Any) -> PolicyTrainer:
+        named = {name: PolicyConfig(optimizer={"lr": 1e-3 if name == "a" else 1e-2}) for name in policies}
+        return make_trainer(lora=lora, policies=named, schedule="cosine", max_steps=9, **options)
+
+    trained, other, strange = of("a", "b"), of("b", "a"), of("a", "c")
+    for policy, seeds in (("a", (0, 1)), ("b", (2, 3, 4))):
+        with trained.using(policy):
+            for seed in seeds:
+                trained.update(make_rows(8, seed=seed), ppo_clip_loss)
+    state = TrainingState({"policy": trained})
+    names = [piece.name for piece in state.pieces()]
+    assert [name for name in names if "counters" in name] == ["policy/counters/a", "policy/counters/b"]
+    state.begin(str(tmp_path / "saved"))
+    state.finish()
+    TrainingState({"policy": other}).load(str(tmp_path / "saved"))
+    for policy in ("b", "a"):
+        for trainer in (trained, other):
+            with trainer.using(policy):
+                assert trainer.num_updates == trainer.engine.num_optimizer_steps() == (2 if policy == "a" else 3)
+                trainer.update(make_rows(8, seed=9), ppo_clip_loss)
+    assert same(everything(other), everything(trained))
+    with pytest.raises(CheckpointError, match=r"has no 'policy/weights/.*\.c\.weight"):
+        TrainingState({"policy": strange}).load(str(tmp_path / "saved"))
+
+
+def test_the_only_policy_has_counters_of_its_trainer(trained: PolicyTrainer) -> None:
+    names = [piece.name for piece in TrainingState({"policy": trained}).pieces()]
+    assert names[-2:] == ["policy/counters", "rng/0"]
+    assert len(names) == 3 * len(list(trained.model.parameters())) + 2
 
 
 def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(

@@ -20,7 +20,7 @@ from penstock.algorithms.builtin.imitation import divergence_loss
 from penstock.algorithms.graph.columns import ROUTED_EXPERTS
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.errors import ModelError
-from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.conf.trainer import LoraConfig, OptimizerConfig, PolicyConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.models.token_scores import LogitChange
@@ -36,6 +36,7 @@ from tests.workers.trainer.conftest import copied
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
 LORA = {"lora": LoraConfig(rank=4, alpha=8)}
+TWO = LORA | {"policies": {"a": PolicyConfig(), "b": PolicyConfig()}}
 OF_EXPERTS = {"lora": LoraConfig(rank=4, alpha=8, target_modules=["all-linear", "gate_up_proj", "down_proj"])}
 TENSOR = {"tensor_parallel_size": 2}
 SEQUENCE = {"sequence_parallel_size": 2}
@@ -47,6 +48,11 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "lora": LORA,
         "lora_gathered_by_layer": LORA,
+        "two_policies": TWO,
+        "two_policies_gathered_by_layer": TWO,
+        "tensor_two_policies": TENSOR | TWO,
+        "sequence_two_policies": SEQUENCE | TWO,
+        "bfloat16_two_policies_gathered_by_layer": TWO | {"dtype": "bfloat16"},
         "tensor": TENSOR,
         "tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
         "tensor_lora": TENSOR | LORA,
@@ -90,6 +96,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "copies": COPIES,
         "copies_minibatches_gathered_by_layer": COPIES | {"num_minibatches": 3},
         "copies_lora_gathered_by_layer": COPIES | LORA,
+        "copies_two_policies_gathered_by_layer": COPIES | TWO,
         "copies_and_tensor_lora": COPIES | TENSOR | LORA,
         "copies_and_sequence": COPIES | SEQUENCE,
         "copies_experts_lora_gathered_by_layer": COPIES | OF_EXPERTS,
@@ -99,7 +106,8 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
 }
 """Scenarios by number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3).
 "experts": of a mixture. "replayed": whose tokens go to experts that are not its routers' choice. "shared": of groups
-that begin with 24 tokens. "candidates": of a teacher, whose divergence is the loss."""
+that begin with 24 tokens. "two_policies": each of which does what the one of the scenario with "lora" in its place
+does. "candidates": of a teacher, whose divergence is the loss."""
 LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
 """Ways of loading a model whose memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
@@ -285,8 +293,11 @@ def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
         metrics = with_explained_variance(report.metrics, "critic")
     else:
         metrics = trainer.update(rows, divergence_loss if "candidate_ids" in rows else ppo_clip_loss).metrics
+    for policy in trainer.policies[1:]:
+        with trainer.using(policy):
+            trainer.update(rows, ppo_clip_loss)
     after = answers()
-    state = wipe_and_restore(trainer.engine)
+    state = wipe_and_restore(trainer)
     found = {"metrics": metrics, "before": before, "after": after, "state": state, "restored": answers()}
     found |= {"shared": leave_for(trainer.engine, state), "back": answers()}
     return found | ({"likeliest": trainer.candidates(rows, CANDIDATES)} if "candidate_ids" in rows else {})
@@ -297,15 +308,16 @@ def state_of(engine: Any) -> State:
 
 
 @torch.no_grad()
-def wipe_and_restore(engine: Any) -> State:
+def wipe_and_restore(trainer: PolicyTrainer) -> State:
     """Forget weights and optimizer state and read them back from what the pieces said: as resuming does. Those."""
+    engine: Any = trainer.engine
     state = state_of(engine)
     for parameter, moments in engine.optimizer.state.items():
         for tensor in (parameter, *(moments[name] for name in fsdp.MOMENTS)):
             fsdp.local(tensor).fill_(float("nan"))
     for piece, before in zip(engine.state(), state, strict=True):
         piece.values.copy_(before.values)
-    engine.loaded(engine.num_optimizer_steps())
+    trainer.loaded(trainer.counters)
     return state
 
 

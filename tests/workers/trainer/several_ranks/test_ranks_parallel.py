@@ -80,6 +80,12 @@ def weights(directory: Path, scenario: str) -> dict[str, torch.Tensor]:
     return load_file(directory / scenario / "v00000001" / "model.safetensors")
 
 
+def exported_of(directory: Path, scenario: str) -> Path:
+    """The exported model, of two policies the first one's."""
+    exported = directory / scenario / "exported"
+    return exported / "a" if "two_policies" in scenario else exported
+
+
 def single_experts(published: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Published weights as streams and exports have them: a tensor for each weight of an expert, in place of stacks."""
     parts_of, single = {stack: parts for parts, stack in STACKS.items()}, {}
@@ -127,7 +133,7 @@ def test_what_is_exported_by_a_file_a_rank_is_what_is_published(
     several: Several, num_ranks: int, scenario: str
 ) -> None:
     published = single_experts(weights(several(num_ranks), scenario))
-    assert_same(load_model(several(num_ranks) / scenario / "exported"), published, 0)
+    assert_same(load_model(exported_of(several(num_ranks), scenario)), published, 0)
 
 
 @pytest.mark.parametrize("num_ranks", ranks.SCENARIOS)
@@ -202,7 +208,7 @@ def test_each_row_gets_the_likeliest_tokens_that_it_gets_from_one_rank(
 )
 def test_the_exported_adapter_is_that_of_one_rank(one: Path, several: Several, num_ranks: int, scenario: str) -> None:
     ours, expected = (
-        load_file(directory / scenario / "exported" / "adapter" / "adapter_model.safetensors")
+        load_file(exported_of(directory, scenario) / "adapter" / "adapter_model.safetensors")
         for directory in (several(num_ranks), one)
     )
     assert_same(ours, expected, atol=2e-6)
@@ -215,6 +221,21 @@ def test_the_adapter_that_is_published_alone_is_the_one_that_is_exported(
     directory = several(num_ranks) / scenario
     exported = load_file(directory / "exported" / "adapter" / "adapter_model.safetensors")
     assert_same(load_file(directory / "alone" / "v00000001" / "model.safetensors"), exported, atol=0)
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), [case for case in EVERY if "two_policies" in case[1]])
+def test_each_of_two_policies_ends_with_the_bits_of_one_alone(several: Several, num_ranks: int, scenario: str) -> None:
+    both, alone = (
+        whole_state([result(several(num_ranks), name, rank)["state"] for rank in range(num_ranks)])
+        for name in (scenario, scenario.replace("two_policies", "lora"))
+    )
+    published = load_file(several(num_ranks) / scenario / "alone" / "v00000001" / "model.safetensors")
+    for policy in "ab":
+        own = {name.replace(f".{policy}.", ".default."): one for name, one in both.items() if f".{policy}." in name}
+        assert_same(own, alone, atol=0)
+        adapter = several(num_ranks) / scenario / "exported" / policy / "adapter" / "adapter_model.safetensors"
+        names = [name for name in published if name.startswith(f"{policy}/")]
+        assert_same({name.removeprefix(f"{policy}/"): published[name] for name in names}, load_file(adapter), atol=0)
 
 
 @pytest.mark.parametrize(("num_ranks", "scenario"), [case for case in CASES if "critic" not in case[1]])
