@@ -232,7 +232,8 @@ class TokenTexts:
     def _text(self) -> str | None:
         """The text of the first file that can be read. The run's own model is where its configuration says, and may be
         a link, as in a hub's cache."""
-        for name in TOKENIZER_PLACES:
+        policies = section(self._config, "trainer").get("policies") or ()
+        for name in (*TOKENIZER_PLACES, *(f"model/{policy}" for policy in policies)):
             with contextlib.suppress(OSError, ValueError):
                 return read_own(self._path, f"{name}/{TOKENIZER}", MOST_TOKENIZER_BYTES).decode()
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: ~ of a user that is unknown

@@ -86,7 +86,7 @@ class Stage:
 
     @property
     def losses(self) -> list[Function]:
-        """Losses of a train stage."""
+        """Losses of a train stage; else its function."""
         return [policy.loss for policy in self.policies] or [self.function]  # type: ignore[list-item]
 
     def _has_loss_with(self, parameter: str) -> bool:
@@ -254,16 +254,17 @@ class ByPolicy:
         self._functions = functions
         self.names = tuple(functions) if isinstance(functions, Mapping) else ()
         """Policies that have a function of their own; empty if all have the same."""
-        self.__name__ = name_of(self._each[0], "compute")
+        self.__name__ = name_of(self.each[0], "compute")
 
     @property
-    def _each(self) -> list[Function]:
+    def each(self) -> list[Function]:
+        """The functions that it calls."""
         return list(self._functions.values()) if isinstance(self._functions, Mapping) else [self._functions]
 
     @property
     def __signature__(self) -> inspect.Signature:
         parameters = {POLICY: inspect.Parameter(POLICY, inspect.Parameter.KEYWORD_ONLY)}
-        for function in self._each:
+        for function in self.each:
             for name, parameter in inspect.signature(function).parameters.items():
                 parameters.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         return inspect.Signature(list(parameters.values()))

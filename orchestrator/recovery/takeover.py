@@ -34,6 +34,7 @@ import ray
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.loss import AggregatedLoss
+from penstock.algorithms.graph.stage import ByPolicy
 from penstock.conf.errors import DeadlineExceeded, LeaseExpired, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import Fleet, FleetState
@@ -170,7 +171,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _code(config: RunConfig, flow: Dataflow) -> list[Path]:
     """Files that the dataflow's functions and the settings' names of functions come from."""
-    files = {_file_of(stage.function) for stage in flow.stages}
+    each = [one.function.each if isinstance(one.function, ByPolicy) else one.losses for one in flow.stages]
+    files = {_file_of(function) for functions in each for function in functions}
     named = [*config.imports, config.reward.function, config.data.teacher or "", config.algorithm.name,
              config.environment.name or "", config.data.path or ""]  # fmt: skip
     files |= {f"{name.partition('.py')[0]}.py" for name in named if ".py" in name}

@@ -1,5 +1,6 @@
 """Which command may go on with another's actors: one of the same settings and code, on the same node."""
 
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.losses import sft_loss
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.fleet.fleet import FleetState
 from penstock.orchestrator.configuration.compose import load_config
@@ -69,6 +72,25 @@ def test_code_that_was_edited_is_other_code(tmp_path: Path) -> None:
     assert identity(config).difference(before) == f"not the same as now: {file}"
     file.unlink()
     assert identity(config).difference(before) is not None
+
+
+@pytest.mark.parametrize("edited", ["losses", "advantages"])
+def test_the_code_of_each_policy_is_compared(tmp_path: Path, edited: str) -> None:
+    own = {}
+    for name in ("losses", "advantages"):
+        (tmp_path / f"{name}.py").write_text("def own(reward):\n    return reward\n")
+        spec = spec_from_file_location(name, tmp_path / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        own[name] = module_from_spec(spec)
+        spec.loader.exec_module(own[name])
+    flow = Dataflow().rollout("solver", samples_per_prompt=2).reward()
+    flow.compute({"solver": abs, "proposer": own["advantages"].own}, reads=["reward"], writes=["advantage"])
+    flow.train("solver", loss=sft_loss).train("proposer", loss=own["losses"].own)
+    before = identity_of(config_of(), flow, "node")
+    (tmp_path / f"{edited}.py").write_text("")
+    changed = identity_of(config_of(), flow, "node")
+    assert changed.difference(before) == f"not the same as now: {tmp_path / edited}.py"
 
 
 def test_the_line_of_a_step_is_open_until_it_is_written() -> None:
