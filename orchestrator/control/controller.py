@@ -205,7 +205,7 @@ class Controller:
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             await self._observer.close(step)
-            evaluates = self._evaluates(step) or self._evaluations.awaited is not None
+            evaluates = self._evaluates(step) or bool(self._evaluations.awaited)
             is_plain = not (evaluates or self._saving.is_due(step))
             await self._pace.after(time.monotonic(), is_plain=is_plain)
         if finishing is not None:
@@ -249,7 +249,7 @@ class Controller:
         await self._loop.publish(self._before)
         await self._loop.load(await self._loop.seal())
         await self._loop.report_served(self._before)
-        await self._resume_evaluations(self._before)
+        await self._resume_evaluations(self._before, self._before)
 
     def _report_copies_ended(self, reason: str) -> None:
         self.directory.event("state_not_copied", step=self._restarts.step, reason=reason)
@@ -302,22 +302,22 @@ class Controller:
         self._journal.written(step)
         self.outcome.num_steps = step
         if step == self._before:  # the command before had not finished it
-            await self._resume_evaluations(step - 1)
+            await self._resume_evaluations(step - 1, step)
         if self._evaluates(step) and self._evaluations.is_beside(step):
             self._saving.await_score(step)
             await self._evaluations.begin(step)
             await self._handover.keep()
 
-    async def _resume_evaluations(self, done: int) -> None:
-        """Begin what a command before has not measured up to step `done`; the checkpoint stays until that is known."""
-        await self._evaluations.resume(done)
-        if (step := self._evaluations.awaited) is not None:
-            self._saving.await_score(step)
-        elif self._evaluates(done) and not self._evaluations.is_beside(done) and await self._saving.lacks_score(done):
+    async def _resume_evaluations(self, done: int, newest: int) -> None:
+        """Begin what a command before has not measured up to step `done`; the checkpoint stays until that is known.
+        `newest`: the version of the engines."""
+        await self._evaluations.resume(done, newest)
+        awaited, is_beside = self._evaluations.awaited, self._evaluations.is_beside(done)
+        if not (awaited or is_beside) and self._evaluates(done) and await self._saving.lacks_score(done):
             evaluated, seconds = await self._evaluate()
             self._saving.scored(done, evaluated)
             self._emit_evaluation(done, evaluated, seconds)
-        if step != done and self._evaluations.is_beside(done) and self._saving.awaits_score(done):
+        if is_beside and done not in awaited and self._saving.awaits_score(done):
             line = next((line for line in self.directory.read_metrics() if line["step"] == done), {})
             names = self.config.evaluation.metrics(in_environment=self.config.environment.name is not None)
             self._saving.scored(done, {name: line[name] for name in names if name in line})  # reported before

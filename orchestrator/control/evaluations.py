@@ -122,7 +122,8 @@ class Evaluations:
         self._is_preempted = is_preempted
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[None] | None = None
-        self._now: Evaluation | None = None
+        self._owed: list[Evaluation] = []
+        """Evaluations that have begun and are not reported, in the order in which they are measured."""
         self._engine_s: float | None = None
         self._begun = 0.0
         """Time at which the last evaluation began, or ended before the first step, by the event loop's clock."""
@@ -149,9 +150,9 @@ class Evaluations:
         return self._evaluator is not None and self._are_beside and step < self._config.trainer.max_steps
 
     @property
-    def awaited(self) -> int | None:
-        """The step whose evaluation has no result yet, if one runs."""
-        return None if self._now is None else self._now.step
+    def awaited(self) -> list[int]:
+        """Steps whose evaluations have begun and have no result yet."""
+        return [one.step for one in self._owed]
 
     def measured_before(self, seconds: float) -> None:
         """Note an evaluation by all engines, before the first step."""
@@ -163,43 +164,57 @@ class Evaluations:
         until_next_s = _now_s() - self._begun
         await self._ended()
         self._begun = _now_s()
+        await self._start(await self._evaluation_of(step, until_next_s))
+
+    async def _evaluation_of(self, step: int, until_next_s: float) -> Evaluation:
+        """The evaluation of the version that all engines have, with those that are to measure it."""
         if own := await self._updated_own():
-            await self._start(Evaluation(step, own, are_lent=True))
-            return
+            return Evaluation(step, own, are_lent=True)
         engines = self._fleet.role("rollout")
         # Where engines finish their sequences one by one before they load, one of those left is to sample meanwhile.
         num_others = len(engines) - 1 if self._config.finishes_sequences and len(engines) > 2 else len(engines)
         number = engines_to_lend(self._config.evaluation.share, num_others, self._engine_s, until_next_s)
         lent = await self._loans.take([name for name, _ in engines[len(engines) - number :]]) if number else []
-        await self._start(Evaluation(step, lent or engines, are_lent=bool(lent)))
+        return Evaluation(step, lent or engines, are_lent=bool(lent))
 
     async def _updated_own(self) -> Handles:
         """Evaluations' own engines that are there, with the newest version."""
         await self.reserve()
         return await self._loans.catch_up([one for one in self._fleet.lent() if one[0] in self._own])
 
-    async def _start(self, evaluation: Evaluation) -> None:
+    async def _start(self, *evaluations: Evaluation) -> None:
+        """Begin evaluations: first that of an engine which is to load the next version, last those of versions that no
+        engine has. Nodes keep the first of these, before another version is written."""
         assert self._tasks is not None
         await self._ended()
-        is_kept = evaluation.are_lent and await self._weights.keep(evaluation.step)
-        self._now = evaluation = replace(evaluation, is_kept=is_kept)
-        self._running = self._tasks.create_task(held_back(self._run(evaluation)))
+        self._owed = sorted(evaluations, key=lambda one: (not one.engines, one.are_lent))
+        first = next((one for one in self._owed if not one.engines), self._owed[0])
+        if first.are_lent:
+            await self._weights.keep(first.step)
+        self._running = self._tasks.create_task(held_back(self._run_all()))
 
-    async def resume(self, done: int) -> None:
-        """Begin what a run that continues lacks up to step `done`, whose version engines have: engines that are lent
-        measure again what another command had lent them for; without one, another loads the version."""
+    async def _run_all(self) -> None:
+        while self._owed:
+            now, *later = self._owed
+            if now.are_lent and (not now.engines or all(one.engines for one in later)):
+                now = replace(now, is_kept=await self._weights.keep(now.step))
+            await self._run(now)
+        await self._weights.keep(None)
+
+    async def resume(self, done: int, newest: int) -> None:
+        """Begin what a run that continues lacks up to step `done`: engines that are lent measure again what another
+        command had lent them for; without one, another loads the version. `newest`: the version of all others."""
         lent, missing = self._fleet.lent(), self._missing(done)
+        versions = await try_all(lent, "version", phase="evaluation", timeout_s=PRESENT_S)
+        await self._give_back([one for one, version in zip(lent, versions, strict=True) if version not in missing])
+        owed = []
         for step in missing:
             self._saving.await_score(step)
-        versions = await try_all(lent, "version", phase="evaluation", timeout_s=PRESENT_S)
-        for step in missing:
             engines = [one for one, version in zip(lent, versions, strict=True) if version == step]
-            if engines or step != done:
-                await self._start(Evaluation(step, engines, are_lent=True))
-            else:
-                await self.begin(step)
-        busy = self._now.engines if self._now is not None else []
-        await self._give_back([one for one in lent if one not in busy])
+            is_plain = step == newest and not engines
+            owed.append(await self._evaluation_of(step, 0.0) if is_plain else Evaluation(step, engines, are_lent=True))
+        if owed:
+            await self._start(*owed)
 
     def _missing(self, done: int) -> list[int]:
         """Steps up to `done` whose evaluations were to run beside training, and are neither reported nor lost. Those
@@ -213,20 +228,20 @@ class Evaluations:
 
     async def before_load(self) -> None:
         """Wait until no engine that is to load the next version evaluates."""
-        if self._now is not None and not self._now.are_lent:
+        if not all(one.are_lent for one in self._owed):
             await self._ended()
 
     async def finish(self, *, is_preempted: bool = False) -> None:
         """Wait for the evaluation that runs; one that takes longer than a group may is lost. A run that is preempted
         waits for none: the one that goes on measures again what it can."""
-        if self._running is None or self._now is None:
+        if self._running is None:
             return
-        now, timeout_s = self._now, 0.0 if is_preempted else self._config.rollout.generate_timeout_s
+        timeout_s = 0.0 if is_preempted else self._config.rollout.generate_timeout_s
         await asyncio.wait([self._running], timeout=timeout_s)
         if not self._running.done():
             self._running.cancel()
             await asyncio.wait([self._running])
-            if not is_preempted:
+            for now in [] if is_preempted else self._owed:
                 self._lose(now, DeadlineExceeded(f"it was not done {timeout_s:g} s after the last step."))
 
     async def _ended(self) -> None:
@@ -251,10 +266,9 @@ class Evaluations:
             seconds = _now_s() - began_s
             self._engine_s = seconds * len(engines)
             self._directory.timeline.span("engines", "evaluate", began, time.time(), step=now.step)
-            self._now = None
             self._report(now.step, found, seconds)
+        self._owed = [one for one in self._owed if one.step != now.step]
         if now.are_lent:
-            await self._weights.keep(None)
             await self._give_back(engines)
 
     async def _give_back(self, engines: Handles) -> None:
@@ -325,7 +339,6 @@ class Evaluations:
             return await self._loans.has_loaded(engine, partial(self._weights.load_older, made))
 
     def _lose(self, now: Evaluation, error: PenstockError) -> None:
-        self._now = None if self._now is now else self._now
         self.num_lost += 1
         self._directory.event(EVENT, step=now.step, error=type(error).__name__, message=str(error))
         self._note(f"the evaluation after step {now.step} is lost: {error}")

@@ -45,6 +45,9 @@ class OneMachine:
     def num_loans(self, name: str) -> int:
         return 0
 
+    def provided(self, directory: str, members: Collection[tuple[str, Any]]) -> dict[str, str]:
+        return {name: directory for name, _ in members}
+
     async def places(self, directory: str) -> dict[str, str]:
         return {name: directory for name, _ in self._role("trainer")}
 

@@ -87,9 +87,14 @@ class Agent(Member):
 class NodeMemory(Agent):
     """The agent of the node that all are on, with the versions of the weights that lie in its shared memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.versions: set[int] = set()
         self.kept: int | None = None
+
+    def has(self, publication: Publication) -> bool:
+        """Whether a publication can be loaded: what lies elsewhere can."""
+        return not Path(publication.directory).is_relative_to(self.root) or publication.version in self.versions
 
     async def keep_version(self, version: int | None) -> bool:
         self.kept = version if version in self.versions else None
@@ -97,6 +102,12 @@ class NodeMemory(Agent):
 
     async def reclaim_versions(self) -> None:
         self.leave(2)
+
+    def begin(self, version: int) -> None:
+        """Take a version back that is published again, or write another into the file of one before the newest."""
+        if version not in self.versions:
+            self.leave(1)
+        self.versions.discard(version)
 
     def leave(self, count: int) -> None:
         """Remove all but the newest versions, and the one that is kept."""
@@ -153,7 +164,7 @@ class Rollout(Member):
 
     async def load(self, publication: Publication, epoch: int) -> None:
         await self._pause(2.0)
-        if self.memory is not None and publication.version not in self.memory.versions:
+        if self.memory is not None and not self.memory.has(publication):
             raise WeightError(f"version {publication.version} is not here")
         await self.engine.load(publication)
         self._has_loaded = True
@@ -298,7 +309,7 @@ class Trainer(Member):
         self._check(version)
         assert self._publishing is None or self._publishing.done()
         if self.memory is not None:
-            self.memory.leave(1)  # the other file is written again
+            self.memory.begin(version)
         with self._phases.within(PUBLISHING):
             await self._pause(0.5)
         self._publishing = asyncio.create_task(self._pause(4.0))  # type: ignore[arg-type]
@@ -337,8 +348,8 @@ class ScriptedFleet(OneMachine):
 
         self.store_process = ScriptedStoreProcess(config, partial(store_of, config, flow), told, pause)
         self.config, self.flow, self.store, self.resumed, self.model_path = config, flow, store, resumed, "/"
-        self.memory = NodeMemory()
         self.weights_root = Path(config.output_dir)
+        self.memory = NodeMemory(self.weights_root)
         self.relay_nodes = on_one_node(FakeHandle(self.memory, "Agent"))
         super().__init__(self.role)
         self._pause, self._joined, self.trials = pause, 0, {}

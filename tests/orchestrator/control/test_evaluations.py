@@ -11,8 +11,10 @@ import pytest
 
 from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.control import evaluations as evaluations_module
 from penstock.orchestrator.control.evaluations import Evaluations, steps_lost
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
+from penstock.workers.protocols import Publication
 from tests.amounts import amount
 from tests.orchestrator.control.test_loans import kill
 from tests.orchestrator.scripted_fleet import (
@@ -61,10 +63,30 @@ def config_of(tmp_path: Path, *words: str) -> Any:
     return long_config(tmp_path, *own, *words)
 
 
-def run(config: Any, evaluator: Measured, seed: int = 0, *, kills: bool = False) -> ScriptedFleet:
+class Deadly(Measured):
+    """An evaluator whose engines die the first time that they measure a version after a step."""
+
+    def __init__(self, engine_s: float) -> None:
+        super().__init__(engine_s)
+        self.killed: list[str] = []
+
+    async def measure(self, fleet: Any) -> dict[str, float]:
+        if self.asked and not self.killed:
+            asyncio.get_running_loop().call_later(self._engine_s / 2, self._kill, await fleet.present("rollout"))
+        return await super().measure(fleet)
+
+    def _kill(self, engines: Any) -> None:
+        for name, handle in engines:
+            self.killed.append(name)
+            handle.kill()
+
+
+def run(config: Any, evaluator: Measured, seed: int = 0, *, kills: bool = False, keeps: bool = True) -> ScriptedFleet:
     async def main() -> ScriptedFleet:
         random = Random(seed)
         fleet = ScriptedFleet(store_of(config, flow_of(config)), config, flow_of(config), random)
+        if not keeps:
+            fleet.relay_nodes.agents["node"][1].answers["keep_version"] = False
         directory = RunDirectory.create(config)
         killing = asyncio.ensure_future(kill(fleet, random)) if kills else None
         await asyncio.wait_for(controller_over(fleet, config, directory, evaluator=evaluator).run(), 1e6)
@@ -166,10 +188,49 @@ def test_whoever_dies_no_other_version_is_measured_and_each_row_trained_once(
     assert all(accuracy == step / 100 for step, accuracy in found.items())
     lost = [event["step"] for event in RunDirectory.open(tmp_path / "run").read_events()
             if event["kind"] == "evaluation_lost"]  # fmt: skip
-    assert sorted([*found, *lost]) == [0, *DUE, NUM_STEPS]
+    assert not lost
+    assert sorted(found) == [0, *DUE, NUM_STEPS]
     lines = metrics_of(tmp_path / "run")
     assert max(line.get("staleness/max", 0) for line in lines) <= config.max_staleness
     assert max(line.get("evaluation/lost", 0) for line in lines) == len(lost)
+
+
+@pytest.mark.parametrize(("num_own", "max_staleness"), [(0, 2), (1, 2), (1, 0)])
+def test_another_engine_loads_the_version_again_of_one_that_dies_meanwhile(
+    num_own: int, max_staleness: int, tmp_path: Path
+) -> None:
+    words = [f"evaluation.num_workers={num_own}", f"max_staleness={max_staleness}", "rollout.num_workers=3"]
+    fleet = run(config_of(tmp_path, *words), evaluator := Deadly(engine_s=60.0))
+    assert accuracies(tmp_path) == {step: step / 100 for step in [0, *DUE, NUM_STEPS]}
+    (lost,) = evaluator.killed
+    first, second = evaluator.asked[1:3]
+    assert first == [lost]
+    assert (second == first) == bool(num_own)  # evaluations' own is replaced by one that is lent as well
+    steps = [line["step"] for line in metrics_of(tmp_path / "run")]
+    assert 10 in steps[: len(steps) - steps[::-1].index(7) - 1]  # version 7's file was to be written again by then
+    assert all(handle.actor.worker.stats()["samples"] == 0 for _, handle in fleet.lent())
+    assert len(fleet.lent()) == num_own
+    assert fleet.memory.kept is None
+    assert max(line.get("staleness/max", 0) for line in metrics_of(tmp_path / "run")) <= max_staleness
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_version_that_no_node_keeps_is_made_again_of_its_checkpoint_or_lost(
+    is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[tuple[str, int]]()
+
+    def publish(place: str, root: str, version: int) -> Publication:
+        made.append((place, version))
+        return Publication(f"{root}/v", version)
+
+    monkeypatch.setattr(evaluations_module, "publish_checkpoint", publish)
+    words = ["rollout.num_workers=2", *(["checkpoint.every_steps=30", "checkpoint.keep_best=1"] if is_saved else [])]
+    run(config_of(tmp_path, *words), Deadly(engine_s=60.0), keeps=False)
+    assert made == ([(f"{tmp_path}/run/checkpoints/global_step_7", 7)] if is_saved else [])
+    due = [7] if is_saved else []
+    assert accuracies(tmp_path) == {step: step / 100 for step in [0, *due, *DUE[1:], NUM_STEPS]}
+    assert metrics_of(tmp_path / "run")[-1]["evaluation/lost"] == int(not is_saved)
 
 
 def test_what_was_lost_of_steps_that_a_return_undoes_is_lost_no_longer() -> None:

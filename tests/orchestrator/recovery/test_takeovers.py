@@ -122,7 +122,7 @@ def test_another_controller_asks_lent_engines_again_about_their_own_version(
     events = RunDirectory.open(tmp_path / "run").read_events()  # none where nothing was lost
     lost = [event["step"] for event in events if event["kind"] == "evaluation_lost"]
     found = measured.keys() - {0, MAX_STEPS}
-    assert sorted([*found, *lost]) == [3, 6, 9, 12, 15]  # lost: the command died before an engine was lent
-    assert strikes or found
+    assert sorted([*found, *lost]) == [3, 6, 9, 12, 15]
+    assert len(lost) <= 1  # where two commands died before nodes were to keep it
     assert max(line.get("staleness/max", 0) for line in lines) <= 2
     assert not any(line.get("dropped/stale") for line in lines)
