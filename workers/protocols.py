@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.conf.checks import is_utf8
-from penstock.conf.errors import SamplingError
+from penstock.conf.errors import DataError, SamplingError, suggest
 from penstock.conf.rollout import (
     HIGHEST_TEMPERATURE,
     LARGEST_TOP_K,
@@ -214,6 +214,8 @@ class EngineSpec:
     adapter: LoraConfig | None = None
     """Kind of the adapters that are published, to be served on top of the weights in `model_path`; None: whole models
     are."""
+    policies: tuple[str, ...] = ()
+    """Names of the policies of several, each of which has an adapter in a publication; empty: there is one."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Seconds that each phase of a weight sync may take."""
     picture_digest: str | None = None
@@ -226,6 +228,14 @@ class EngineSpec:
     """Room for adapters that come by name, on top of the weights that are published; None: there are none."""
     is_probed: bool = False
     """True if it scores a sequence now and then beside as many samples as it decodes (`trainer/probe.py`)."""
+
+    def check_policy(self, policy: str) -> None:
+        """Raise `DataError` for a policy that the engine does not have (`Sampling.policy`)."""
+        if policy not in (self.policies or ("",)):
+            raise DataError(
+                f"policy {policy!r}: the engine has {' and '.join(self.policies) or 'one policy alone'}"
+                f"{suggest(policy, self.policies)}"
+            )
 
 
 class RolloutEngine(Protocol):

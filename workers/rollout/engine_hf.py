@@ -5,8 +5,9 @@ understand.
 the seed and the weights alone, and not on other requests or on timing. All compute happens in one thread, group after
 group; the event loop stays free. `load` runs between two decode steps: tokens sampled afterwards carry the new version,
 and the KV cache of the tokens before stays as it was. Where adapters are published the engine adds them to the weights
-that it started with. `generate_group` is the synchronous core, for straight-line programs. `sample` does the same with
-one of many adapters, which come by name and are exchanged between groups (`MergedAdapters`).
+that it started with, those of several policies each in a room of its own. `generate_group` is the synchronous core, for
+straight-line programs. `sample` does the same with one of many adapters, which come by name and are exchanged between
+groups (`MergedAdapters`).
 
 The file has the sampling distribution as pure functions of logits (temperature, min-p, top-k, top-p, in vLLM's order),
 prompts with pictures, a group while it grows, the adapters, and the engine.
@@ -51,7 +52,7 @@ from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.named_adapters import check_adapter, check_whole, split_factors
 from penstock.workers.rollout.prompt_scores import PromptScores, check_call, needs_prompt_scores, response_room
 from penstock.workers.weights.checkpoint_form import CheckpointForm, check_model, nonfinite_weights
-from penstock.workers.weights.publication.adapter import deltas, layer_shapes
+from penstock.workers.weights.publication.adapter import layer_shapes, published_factors
 from penstock.workers.weights.publication.publication_files import MappedWeights
 
 T = TypeVar("T")
@@ -197,26 +198,29 @@ class ResponseRow:
 
 class MergedAdapters:
     """Adapters by name, of which the requested one is merged into the model's weights. Or whole models, of which the
-    requested one takes the place of the model's weights.
+    requested one takes the place of the model's weights. Or the newest adapter of each policy.
 
         use(a) ─▶ W of its layers becomes W + alpha / rank * B @ A ─▶ use(None) ─▶ W
+        publish("solver", A, B) ─▶ merged into a room of its own ─▶ use("solver")
 
     The model's own parameters are never written to: a layer is given another one while it is adapted. So the base comes
     back to the bit, and merged weights depend on nothing that was served in between. A head that shares its weights
     with the embedding is adapted alone.
 
-    Lifecycle: `add`, `drop` and `find` from any thread; `use` and `base_weights` from the one that computes. Memory:
-    the adapters themselves, and a second copy of the layers that the one in use changes.
+    Lifecycle: `add`, `drop` and `find` from any thread; all else from the one that computes. Memory: the adapters
+    themselves, and a second copy of the layers that the one in use changes; a copy of them for each policy.
     """
 
     def __init__(self, lm: Any, limits: AdapterLimits | None) -> None:
         self._lm, self._limits = lm, limits
         self._states: dict[str, AdapterState] = {}
-        self._used: AdapterState | None = None
+        self._used: AdapterState | str | None = None
         self._base: dict[str, torch.nn.Parameter] = {}
         """The model's own weights that are replaced now, by their names."""
         self._merged: dict[str, torch.nn.Parameter] = {}
         """Room for other weights, which one adapter after the other takes."""
+        self._published: dict[str, dict[str, torch.nn.Parameter]] = {}
+        """Weights with the newest adapter of each policy."""
 
     def names(self) -> list[str]:
         return list(self._states)
@@ -244,20 +248,37 @@ class MergedAdapters:
         return self._states[name]
 
     @torch.inference_mode()
-    def use(self, state: AdapterState | None) -> None:
-        """Change the model's weights to those with an adapter, or to its own."""
+    def use(self, state: AdapterState | str | None) -> None:
+        """Change the model's weights to those with an adapter, to those with the newest adapter of a policy, by its
+        name, if there is one, or to its own."""
         if state is self._used:
             return
         for name, weight in self._base.items():
             self._set(name, weight)
         self._base = {}
-        if state is not None and state.spec.is_whole:
+        if isinstance(state, str):
+            for name, weight in self._published.get(state, {}).items():
+                self._put([name], weight)
+        elif state is not None and state.spec.is_whole:
             self._replace(state)
         elif state is not None:
-            scale = state.spec.alpha / state.spec.rank
-            for layer, (a, b) in split_factors(state).items():
-                self._merge(layer, scale * (torch.from_numpy(b) @ torch.from_numpy(a)))
+            for layer, of_layer in split_factors(state).items():
+                name, values = self._merged_weight(layer, of_layer, state.spec.alpha / state.spec.rank)
+                self._substitute([name], values)
         self._used = state
+
+    @torch.inference_mode()
+    def publish(self, policy: str, factors: Mapping[str, tuple[np.ndarray, np.ndarray]], scale: float) -> None:
+        """Merge A and B of layers as a policy's newest adapter. Where it is in use, the model goes on with it."""
+        room = self._published.setdefault(policy, {})
+        for layer, of_layer in factors.items():
+            name, values = self._merged_weight(layer, of_layer, scale)
+            if name not in room:
+                with torch.inference_mode(False):
+                    room[name] = torch.nn.Parameter(torch.empty_like(self._own(name)), requires_grad=False)
+            room[name].copy_(values)
+            if self._used == policy:
+                self._put([name], room[name])
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
@@ -268,10 +289,24 @@ class MergedAdapters:
         yield
         self.use(used)
 
-    def _merge(self, layer: str, delta: torch.Tensor) -> None:
-        name = f"{layer}.weight"
-        base = self._lm.get_parameter(name)
-        self._substitute(base, [name], base.float() + delta.to(base.device))
+    def to(self, device: str) -> None:
+        """Move the model, and what is published."""
+        with self.base_weights():
+            self._lm.to(device)
+            for weight in (weight for room in self._published.values() for weight in room.values()):
+                weight.data = weight.data.to(device)
+
+    def _merged_weight(
+        self, layer: str, factors: tuple[np.ndarray, np.ndarray], scale: float
+    ) -> tuple[str, torch.Tensor]:
+        """The weight of a layer with an adapter, float32, and its name."""
+        base, (a, b) = self._own(f"{layer}.weight"), map(torch.from_numpy, factors)
+        return f"{layer}.weight", base.float() + (scale * (b @ a)).to(base.device)
+
+    def _own(self, name: str) -> torch.nn.Parameter:
+        """The model's own weight."""
+        weight: torch.nn.Parameter = self._base[name] if name in self._base else self._lm.get_parameter(name)
+        return weight
 
     def _replace(self, state: AdapterState) -> None:
         """Put a whole model's weights in the place of the model's own; a tied one in each of its places."""
@@ -280,16 +315,20 @@ class MergedAdapters:
             places.setdefault(id(weight), []).append(name)
         weights = dict(self._lm.named_parameters())
         for name, values in state.weights().items():
-            self._substitute(weights[name], places[id(weights[name])], torch.from_numpy(values))
+            self._substitute(places[id(weights[name])], torch.from_numpy(values))
 
-    def _substitute(self, base: torch.nn.Parameter, names: list[str], values: torch.Tensor) -> None:
+    def _substitute(self, names: list[str], values: torch.Tensor) -> None:
         """Put values in the place of a weight, under each of its names."""
         if names[0] not in self._merged:
-            self._merged[names[0]] = torch.nn.Parameter(torch.empty_like(base), requires_grad=False)
+            self._merged[names[0]] = torch.nn.Parameter(torch.empty_like(self._own(names[0])), requires_grad=False)
         self._merged[names[0]].copy_(values)
+        self._put(names, self._merged[names[0]])
+
+    def _put(self, names: Sequence[str], weight: torch.nn.Parameter) -> None:
+        """Put a weight in the place of the model's own, under each of its names."""
         for name in names:
-            self._base[name] = base
-            self._set(name, self._merged[names[0]])
+            self._base[name] = self._own(name)
+            self._set(name, weight)
 
     def _set(self, name: str, weight: torch.nn.Parameter) -> None:
         module, _, own = name.rpartition(".")
@@ -309,8 +348,6 @@ class HfEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._config, self._adapter = spec, spec.config, spec.adapter
         self._version = spec.version
-        self._base: dict[str, torch.Tensor] = {}
-        """Starting weights that adapters change."""
         self.model: Any = None
         self._form = CheckpointForm(None)
         self._adapters = MergedAdapters(None, spec.adapters)
@@ -402,25 +439,37 @@ class HfEngine:
         return None
 
     async def nonfinite_weights(self) -> list[str]:
-        look = partial(nonfinite_weights, self.model)
-        return await asyncio.get_running_loop().run_in_executor(self._executor(), look)
+        return await asyncio.get_running_loop().run_in_executor(self._executor(), self._nonfinite_weights)
+
+    def _nonfinite_weights(self) -> list[str]:
+        found: dict[str, None] = {}
+        for policy in self._policies:
+            self._adapters.use(policy)
+            found |= dict.fromkeys(nonfinite_weights(self.model))
+        return list(found)
 
     async def sleep(self) -> None:
         """Leave the device: on a GPU the model goes to the host's memory."""
         executor = self._executor()
         self._awake.clear()
         if self._config.num_gpus_per_worker:
-            await asyncio.get_running_loop().run_in_executor(executor, self._move_to_host)
+            await asyncio.get_running_loop().run_in_executor(executor, self._adapters.to, "cpu")
 
     async def wake(self) -> None:
         executor = self._executor()
         if self._config.num_gpus_per_worker:
-            await asyncio.get_running_loop().run_in_executor(executor, self.model.to, "cuda")
+            await asyncio.get_running_loop().run_in_executor(executor, self._adapters.to, "cuda")
         self._awake.set()
 
-    def _move_to_host(self) -> None:
-        with self._adapters.base_weights():
-            self.model.to("cpu")
+    @property
+    def _policies(self) -> tuple[str, ...] | tuple[None]:
+        """Names of the policies whose adapters are published, "" for the only one; None: there are no adapters."""
+        return (None,) if self._adapter is None else self._spec.policies or ("",)
+
+    def _weights_of(self, sampling: Sampling) -> str | None:
+        """What a request is to be sampled from. Raises `DataError` for an unknown policy."""
+        self._spec.check_policy(sampling.policy)
+        return sampling.policy if self._adapter is not None else None
 
     async def version(self) -> int:
         return self._version
@@ -455,6 +504,7 @@ class HfEngine:
         self._banned = () if self._processor is None else self._processor.token_ids
         self._form = CheckpointForm(self.model, stacked=True)
         self._adapters = MergedAdapters(self.model, self._spec.adapters)
+        self._adapters.use(self._policies[0])
         if self._config.router_replay:
             self._recorder = RoutingRecorder(self.model)
         if self._config.num_gpus_per_worker:
@@ -470,7 +520,7 @@ class HfEngine:
     ) -> list[Completion]:  # fmt: skip
         """Sample n responses to one prompt, in this thread. Needs `open_model` (or `start`) before. `is_over`: set from
         another thread when the responses are no longer wanted; they end then."""
-        self._adapters.use(None)
+        self._adapters.use(self._weights_of(sampling))
         stop_ids = self._detokenizer.stop_ids(sampling.stop)
         request = GroupRequest(prompt_ids, num_samples, sampling, pictures, is_over, stop_ids)
         return [self._completion(response) for response in self._responses(request)]
@@ -478,7 +528,7 @@ class HfEngine:
     @torch.inference_mode()
     def _sample_group(self, state: AdapterState | None, call: SampleCall, is_over: threading.Event) -> SampleOutput:
         """Answer a call in this thread."""
-        self._adapters.use(state)
+        self._adapters.use(self._weights_of(call.sampling) if state is None else state)
         stop_ids = self._detokenizer.stop_ids(call.sampling.stop) | {*call.stop_ids}
         request = GroupRequest(
             call.prompt_ids, call.num_samples, call.sampling, call.pictures, is_over, stop_ids, call.topk_logprobs,
@@ -602,7 +652,7 @@ class HfEngine:
             tied = self._tied()
             missing = sorted(name for name in state if name not in shapes and name not in tied)
         else:
-            layers = layer_shapes(mapped.manifest, self._adapter)
+            layers = layer_shapes(mapped.manifest, self._adapter, self._spec.policies)
             shapes = {f"{layer}.weight": shape for layer, shape in layers.items()}
         strange = sorted(name for name, shape in shapes.items() if name not in state or state[name].shape != shape)
         if missing or strange:
@@ -615,10 +665,15 @@ class HfEngine:
     @torch.inference_mode()
     def _exchange(self, mapped: MappedWeights, version: int) -> None:
         began = time.perf_counter()
-        with self._adapters.base_weights():
-            state = self._replaceable_tensors()
-            for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
-                state[name].copy_(tensor)
+        if self._adapter is None:
+            with self._adapters.base_weights():
+                state = self._replaceable_tensors()
+                for name, tensor in mapped.tensors():
+                    state[name].copy_(tensor)
+        else:
+            for policy in self._spec.policies or ("",):
+                scale = self._adapter.alpha / self._adapter.rank
+                self._adapters.publish(policy, published_factors(mapped, policy), scale)
         self._version = version
         if self._num_in_flight:
             self._paused_s += time.perf_counter() - began
@@ -640,15 +695,6 @@ class HfEngine:
             for name, tensor in state.items()
             for part in self._form.parts(name, tuple(tensor.shape))
         }
-
-    def _merged(self, mapped: MappedWeights, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The changed weights, float32: the first weights, of which it keeps copies, plus the adapter's change."""
-        assert self._adapter is not None
-        for layer, delta in deltas(mapped, self._adapter):
-            name = f"{layer}.weight"
-            if name not in self._base:
-                self._base[name] = state[name].clone()
-            yield name, self._base[name] + delta.to(self._base[name].device)
 
 
 def make(spec: EngineSpec, meters: Meters | None = None) -> HfEngine:

@@ -175,7 +175,8 @@ class VllmEngine:
         `DataError` for another request that vLLM does not take, and for pictures that do not belong to the prompt or
         that the model cannot see, `WorkerDied` when the engine is gone."""
         parameters = sampling_params(num_samples, sampling, self._banned, self._detokenizer)
-        output = await self._answer(prompt_ids, pictures, parameters, self._lora_request(), sampling.priority)
+        lora = self._lora_request(sampling.policy)
+        output = await self._answer(prompt_ids, pictures, parameters, lora, sampling.priority)
         finished = partial(to_completion, detokenized=bool(sampling.stop), routing=self._routing)
         completions = [finished(sample, self._detokenizer) for sample in samples_of_output(output, num_samples)]
         return [replace(one, num_cached=output.num_cached_tokens) for one in completions]
@@ -189,7 +190,7 @@ class VllmEngine:
         chooses = self.llm.vllm_config.use_v2_model_runner
         request = VllmRequest(call, vocabulary, chooses, self._banned, self._detokenizer)
         scores, output = PromptScores(call, vocabulary), None
-        async with self._adapter_in_use(adapter) as lora:
+        async with self._adapter_in_use(adapter, call.sampling.policy) as lora:
             answer = partial(self._answer, call.prompt_ids, call.pictures, lora=lora, priority=call.sampling.priority)
             if needs_prompt_scores(call):
                 output = await answer(request.scored())
@@ -199,11 +200,12 @@ class VllmEngine:
         return scores.output([request.sampled(sample) for sample in samples_of_output(output, call.num_samples)])
 
     @asynccontextmanager
-    async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
-        """vLLM's request for an adapter, which stays there within the block. Raises `UnknownAdapter`."""
+    async def _adapter_in_use(self, name: str | None, policy: str = "") -> AsyncIterator[Any]:
+        """vLLM's request for an adapter by name, or a policy's, which stays there within the block. Raises
+        `UnknownAdapter`."""
         if name is not None:
             raise UnknownAdapter(f"adapter {name!r}: this engine was started without room for adapters by name.")
-        yield self._lora_request()
+        yield self._lora_request(policy)
 
     async def load(self, delivery: Delivery) -> None:
         """Load a publication; or the parts of a streamed version, which `deliver` brings meanwhile.
@@ -350,7 +352,8 @@ class VllmEngine:
         seconds."""
         room = self._config.max_model_len - 1
         for seed in (None, 0):
-            sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed)
+            policy = next(iter(self._spec.policies), "")
+            sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed, policy=policy)
             await self.generate([0], WARMUP_SAMPLES, sampling)
 
     # Generation
@@ -443,8 +446,10 @@ class VllmEngine:
         self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         return output
 
-    def _lora_request(self) -> Any:
-        """vLLM's request for the adapter that a request is to have; None for no adapter."""
+    def _lora_request(self, policy: str = "") -> Any:
+        """vLLM's request for the adapter that a request is to have; None for no adapter. Raises `DataError` for an
+        unknown policy."""
+        self._spec.check_policy(policy)
         return None
 
     # Loading
@@ -868,7 +873,7 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
         arguments["scheduling_policy"] = "priority"
     arguments |= reveal(config.engine_options)
     if spec.adapter is not None:
-        arguments |= adapter_arguments(spec.adapter.rank, 1)
+        arguments |= adapter_arguments(spec.adapter.rank, max(1, len(spec.policies)))
     if spec.is_probed or spec.adapters is not None:
         arguments["max_logprobs"] = -1
     if (limits := spec.adapters) is not None:  # noqa: SIM102 - the comment is of the second condition

@@ -35,6 +35,7 @@ from penstock.workers.weights.publication.adapter import (
     FILE_NAME,
     adapted_layers,
     adapter_layout,
+    adapter_tensors,
     layer_shapes,
     peft_config,
     tensor_name,
@@ -42,8 +43,8 @@ from penstock.workers.weights.publication.adapter import (
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.publication_files import MappedWeights
 
-NAME, NUMBER = "policy", 1
-"""Name and number of the one published adapter, for vLLM."""
+NAME = "policy"
+"""Name of the only published adapter, for vLLM; of several policies each has its own."""
 ADAPTED_HEADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 """Models whose output layer may have an adapter (`vllm_heads.py`)."""
 LARGEST_VOCABULARY = 258_048
@@ -66,11 +67,11 @@ class VllmAdapterEngine(VllmEngine):
 
         load ─▶ open ▸ verify ▸ stage ▸ pause ▸ load ▸ finish ▸ version ▸ resume
 
-    vLLM knows one adapter, whose number never changes; a load replaces its weights (vLLM's `load_inplace`). So the
-    sequences in flight, which name the adapter by that number, continue under the new one with their prefix
-    recomputed, just as they do when the whole model is exchanged, and the versions that vLLM reports for each token
-    hold. Cached prefixes are dropped by the pause. Before the first load A and B are zeros: the engine is the base
-    model, and has shown that it can serve such an adapter.
+    vLLM knows one adapter, or one of each policy, whose number never changes; a load replaces its weights (vLLM's
+    `load_inplace`). So the sequences in flight, which name the adapter by that number, continue under the new one with
+    their prefix recomputed, just as they do when the whole model is exchanged, and the versions that vLLM reports for
+    each token hold. Cached prefixes are dropped by the pause. Before the first load A and B are zeros: the engine is
+    the base model, and has shown that it can serve such an adapter.
     """
 
     def __init__(self, spec: EngineSpec, meters: Meters | None = None) -> None:
@@ -89,11 +90,14 @@ class VllmAdapterEngine(VllmEngine):
     async def _create(self) -> None:
         look = partial(adapted_layers, serves_mixtures=bool(self._config.num_gpus_per_worker))
         self._layers = await asyncio.to_thread(look, self._spec.model_path, self._adapter)
-        self._folder.stage_zeros(self._version, adapter_layout(self._layers, self._adapter, self._config.dtype))
+        layout = adapter_layout(self._layers, self._adapter, self._config.dtype)
+        for policy in self._policies:
+            self._folder.stage_zeros(self._version, layout, policy)
         await super()._create()
-        call = self.llm.add_lora(self._lora_request())
         try:
-            await self._in_time("adapter", call, self._config.start_timeout_s, START_KEY)
+            for policy in self._policies:
+                call = self.llm.add_lora(self._lora_request(policy))
+                await self._in_time("adapter", call, self._config.start_timeout_s, START_KEY)
         except WeightError as error:
             raise ConfigError(
                 f"trainer.lora.publish=adapter: vLLM cannot serve one of trainer.lora.target_modules="
@@ -101,34 +105,43 @@ class VllmAdapterEngine(VllmEngine):
                 "trainer.lora.publish=merged."
             ) from None
 
-    def _lora_request(self) -> Any:
-        return self._request_of(self._version)
+    @property
+    def _policies(self) -> tuple[str, ...]:
+        return self._spec.policies or ("",)
 
-    def _request_of(self, version: int, *, in_place: bool = False) -> Any:
+    def _lora_request(self, policy: str = "") -> Any:
+        self._spec.check_policy(policy)
+        return self._request_of(self._version, policy)
+
+    def _request_of(self, version: int, policy: str, *, in_place: bool = False) -> Any:
         """A request for a version. Its path is part of vLLM's keys of cached prefixes, so the version is, too."""
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(NAME, NUMBER, str(self._folder.of(version)), load_inplace=in_place)
+        number, place = 1 + self._policies.index(policy), self._folder.of(version, policy)
+        return LoRARequest(policy or NAME, number, str(place), load_inplace=in_place)
 
     async def _open(self, publication: Publication) -> MappedWeights:
         """Map, verify, check that the publication is an adapter of these layers (vLLM would take an adapter of
         other layers, and leave out what it does not know), and put it where vLLM can read it."""
         mapped = await self._phase(publication, "open", asyncio.to_thread(MappedWeights, publication))
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
-        if layer_shapes(mapped.manifest, self._adapter) != self._layers:
+        if layer_shapes(mapped.manifest, self._adapter, self._spec.policies) != self._layers:
             raise WeightError(
                 f"{mapped.manifest.file}: not an adapter of the layers {self._adapter.target_modules} of "
                 f"{self._spec.model_path}, which the engine serves. Trainer and engines must have the same model.path "
                 "and trainer.lora.target_modules."
             )
-        await self._phase(publication, "stage", asyncio.to_thread(self._folder.stage, mapped))
+        for policy in self._policies:
+            await self._phase(publication, "stage", asyncio.to_thread(self._folder.stage, mapped, policy))
         return mapped
 
     async def _begin(self, delivery: Delivery) -> None:
         """Do nothing: vLLM checks the new adapter before it drops the old one."""
 
     async def _load_part(self, delivery: Delivery, info: Info) -> None:
-        await self._phase(delivery, "load", self.llm.add_lora(self._request_of(delivery.version, in_place=True)))
+        for policy in self._policies:
+            request = self._request_of(delivery.version, policy, in_place=True)
+            await self._phase(delivery, "load", self.llm.add_lora(request))
 
     async def _finish(self, delivery: Delivery) -> None:
         await self._phase(delivery, "finish", self.llm.update_weight_version(str(delivery.version)))
@@ -136,7 +149,8 @@ class VllmAdapterEngine(VllmEngine):
 
 
 class AdapterFolder:
-    """Versions of the adapter as directories of PEFT's form, which vLLM reads.
+    """Versions of the adapter as directories of PEFT's form, which vLLM reads; of several policies with one for each
+    in them.
 
     Copies, since files of publications are written again (`publication_files.py`), while vLLM may read
     an adapter whenever a request names it.
@@ -146,16 +160,22 @@ class AdapterFolder:
         self._config = json.dumps(peft_config(config))
         self._root = tempfile.TemporaryDirectory(prefix="penstock-adapter-")
 
-    def of(self, version: int) -> Path:
-        return Path(self._root.name) / f"v{version:08d}"
+    def of(self, version: int, policy: str = "") -> Path:
+        return Path(self._root.name) / f"v{version:08d}" / policy
 
-    def stage(self, mapped: MappedWeights) -> None:
+    def stage(self, mapped: MappedWeights, policy: str = "") -> None:
         """Write a publication's version; its bytes must have been verified."""
-        mapped.copy_to(self._new(mapped.manifest.version) / FILE_NAME)
+        file = self._new(mapped.manifest.version, policy) / FILE_NAME
+        if not policy:
+            mapped.copy_to(file)
+            return
+        from safetensors.torch import save_file
 
-    def stage_zeros(self, version: int, layout: Layout) -> None:
+        save_file({name: mapped.tensor(key) for name, key in adapter_tensors(mapped, policy).items()}, file)
+
+    def stage_zeros(self, version: int, layout: Layout, policy: str = "") -> None:
         """Write a version that changes nothing."""
-        with (self._new(version) / FILE_NAME).open("wb") as file:
+        with (self._new(version, policy) / FILE_NAME).open("wb") as file:
             file.write(layout.header)
             file.truncate(layout.num_bytes)
 
@@ -167,9 +187,9 @@ class AdapterFolder:
     def remove(self) -> None:
         self._root.cleanup()
 
-    def _new(self, version: int) -> Path:
-        path = self.of(version)
-        path.mkdir(exist_ok=True)
+    def _new(self, version: int, policy: str) -> Path:
+        path = self.of(version, policy)
+        path.mkdir(parents=True, exist_ok=True)
         (path / CONFIG_NAME).write_text(self._config)
         return path
 
@@ -248,11 +268,11 @@ class VllmNamedEngine(VllmEngine):
         if not on_gpu:
             self._base = await self._load_adapter("base", zeros(self._shapes))
 
-    def _lora_request(self) -> Any:
+    def _lora_request(self, policy: str = "") -> Any:
         return self._base
 
     @asynccontextmanager
-    async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
+    async def _adapter_in_use(self, name: str | None, policy: str = "") -> AsyncIterator[Any]:
         if name is None:
             yield self._base
             return
@@ -373,7 +393,7 @@ class VllmWholeEngine(VllmEngine):
         await super()._create()
 
     @asynccontextmanager
-    async def _adapter_in_use(self, name: str | None) -> AsyncIterator[Any]:
+    async def _adapter_in_use(self, name: str | None, policy: str = "") -> AsyncIterator[Any]:
         async with self._turn:
             if name is not None and name not in self._states:
                 raise UnknownAdapter(f"weights {name!r}: the engine does not have them. Add them before you sample.")

@@ -37,6 +37,7 @@ class EngineUnderTest:
 
     adapter: LoraConfig | None = None
     limits: AdapterLimits | None = None
+    policies: tuple[str, ...] = ()
 
     def __init__(self, name: str, model_path: Path, root: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -51,7 +52,8 @@ class EngineUnderTest:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         config = RolloutConfig(engine=name, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.25)
         spec = EngineSpec(
-            config, str(model_path), adapter=self.adapter, phase_timeout_s=30, adapters=self.limits
+            config, str(model_path), adapter=self.adapter, policies=self.policies, phase_timeout_s=30,
+            adapters=self.limits,
         )  # fmt: skip
         self.engine: Any = make_engine(spec)
         self.call(self.engine.start())

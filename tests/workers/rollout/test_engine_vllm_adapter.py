@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.algorithms.losses import sft_loss
-from penstock.conf.errors import ConfigError, PenstockError, WeightError
+from penstock.conf.errors import ConfigError, DataError, PenstockError, WeightError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, EngineSpec, Publication, Sampling
-from penstock.workers.rollout.engine_vllm import adapter_arguments
+from penstock.workers.rollout.engine_vllm import adapter_arguments, engine_arguments
 from penstock.workers.rollout.engine_vllm_adapters import VllmAdapterEngine
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import adapted_layers, adapter_layout, tensor_name
@@ -66,9 +66,9 @@ def adapter_of(model: Path, root: Path, config: LoraConfig, version: int = 1) ->
     return write_publication(root, version, [(place.name, torch.full(place.shape, version / 9)) for place in places])
 
 
-def made(llm: FakeAdapterLLM, model: Path, *, in_flight: int = 0) -> VllmAdapterEngine:
+def made(llm: FakeAdapterLLM, model: Path, *, in_flight: int = 0, policies: tuple[str, ...] = ()) -> VllmAdapterEngine:
     """An engine as `start` leaves it, around `llm`."""
-    engine = VllmAdapterEngine(EngineSpec(RolloutConfig(), str(model), adapter=LORA))
+    engine = VllmAdapterEngine(EngineSpec(RolloutConfig(), str(model), adapter=LORA, policies=policies))
     engine._build = lambda: setattr(engine, "llm", llm)  # type: ignore[method-assign]
     asyncio.run(engine._create())
     llm.calls.clear()
@@ -134,6 +134,31 @@ def test_only_the_served_version_is_kept_and_none_after_the_end(
     assert list(folder.parent.iterdir()) == [folder]
     asyncio.run(engine.close())
     assert not folder.parent.exists()
+
+
+def test_each_policy_has_a_number_and_a_place_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    llm, policies = FakeAdapterLLM(), ("solver", "proposer")
+    engine = made(llm, tiny_model, policies=policies)
+    places = adapter_layout(adapted_layers(str(tiny_model), LORA), LORA, "float32").tensors
+    tensors = {
+        f"{policy}/{place.name}": torch.full(place.shape, 1.0 + number)
+        for number, policy in enumerate(policies)
+        for place in places
+    }
+    asyncio.run(engine.load(write_publication(tmp_path, 1, tensors.items())))
+    assert llm.calls == ["reset", "add", "add", "set version", "version"]
+    found = [(one.lora_name, one.lora_int_id, one.load_inplace, Path(one.lora_path).name) for one, _ in llm.added]
+    of_start = [(policy, 1 + number, False, policy) for number, policy in enumerate(policies)]
+    assert found == of_start + [(name, number, True, place) for name, number, _, place in of_start]
+    for number, (request, data) in enumerate(llm.added[2:]):
+        weights = load(data)
+        assert weights.keys() == {place.name for place in places}
+        assert all((one == 1.0 + number).all() for one in weights.values())
+        asked = engine._lora_request(policies[number])
+        assert (asked.lora_int_id, asked.lora_path) == (request.lora_int_id, request.lora_path)
+    with pytest.raises(DataError, match=r"policy '': the engine has solver and proposer"):
+        engine._lora_request()
+    assert engine_arguments(engine._spec)["max_loras"] == 2
 
 
 def other_rank(model: Path, root: Path) -> Publication:

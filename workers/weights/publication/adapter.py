@@ -3,6 +3,9 @@
     base_model.model.<layer>.lora_A.weight  [rank, in]      W of the layer stands for W + alpha / rank * B @ A
     base_model.model.<layer>.lora_B.weight  [out, rank]
 
+Several policies are as many adapters in one publication, of the same layers, whose names begin with the policy's:
+`solver/base_model.model.…`.
+
 The trainer makes adapters (`trainer/engines/lora.py`) of the layers that `find_targets` names, and engines expect them
 (`rollout/engine_vllm_adapters.py`). File, manifest, checksums and slots are those of any publication
 (`publication.py`). Rank and alpha are not in it: they are the run's configuration, which engines are started with, and
@@ -10,17 +13,16 @@ the shapes are held against it here, before an engine changes.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
-from penstock.workers.weights.publication.layout import Layout, compute_layout
+from penstock.workers.weights.publication.layout import Layout, TensorPlace, compute_layout
 from penstock.workers.weights.publication.publication_files import Manifest, MappedWeights
-
-if TYPE_CHECKING:
-    import torch
 
 LETTERS = ("A", "B")
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
@@ -110,12 +112,33 @@ def tensor_name(layer: str, letter: str) -> str:
     return f"base_model.model.{layer}.lora_{letter}.weight"
 
 
-def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Shapes `(out, in)` of every layer that the adapter changes, in the file's order.
+def layer_shapes(manifest: Manifest, config: LoraConfig, policies: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
+    """Shapes `(out, in)` of every layer that the adapter changes, or that of each of several `policies`, in the file's
+    order.
 
-    Raises `WeightError` for a publication that is not an adapter, lacks an A or B, or has another rank than `config`.
+    Raises `WeightError` for a publication that is not an adapter, lacks an A or B, or has another rank than `config`;
+    and for other policies, and policies with different layers.
     """
-    places = manifest.layout.by_name
+    if not policies:
+        return _layer_shapes(manifest, manifest.layout.by_name, config)
+    parts: dict[str, dict[str, TensorPlace]] = {policy: {} for policy in policies}
+    for name, place in manifest.layout.by_name.items():
+        policy, _, own = name.partition("/")
+        if policy not in parts:
+            raise WeightError(
+                f"{manifest.file}: has {name!r}, which is of none of the policies {' and '.join(policies)}, for which "
+                "the engine was started. Trainer and engines must have the same dataflow."
+            )
+        parts[policy][own] = place
+    first, *rest = (_layer_shapes(manifest, places, config) for places in parts.values())
+    if any(other != first for other in rest):
+        raise WeightError(f"{manifest.file}: its policies have adapters of different layers. Publish again.")
+    return first
+
+
+def _layer_shapes(
+    manifest: Manifest, places: Mapping[str, TensorPlace], config: LoraConfig
+) -> dict[str, tuple[int, int]]:
     try:
         layers = dict.fromkeys(map(layer_of, places))
     except ValueError as error:
@@ -148,12 +171,21 @@ def adapter_layout(shapes: Mapping[str, tuple[int, int]], config: LoraConfig, dt
     return compute_layout(tensors)
 
 
-def deltas(mapped: MappedWeights, config: LoraConfig) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Layers with the change of their weights: `alpha / rank * B @ A`, `[out, in]` float32 on the CPU, one at a
-    time."""
-    for layer in layer_shapes(mapped.manifest, config):
-        a, b = (mapped.tensor(tensor_name(layer, letter)).float() for letter in LETTERS)
-        yield layer, (b @ a) * (config.alpha / config.rank)
+def published_factors(mapped: MappedWeights, policy: str = "") -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A `[rank, in]` and B `[out, rank]` of each layer, float32; of several policies, of this one. Of a publication
+    that `layer_shapes` takes."""
+    names = adapter_tensors(mapped, policy)
+    return {
+        layer: tuple(mapped.tensor(names[tensor_name(layer, letter)]).float().numpy() for letter in LETTERS)  # type: ignore[misc]
+        for layer in dict.fromkeys(map(layer_of, names))
+    }
+
+
+def adapter_tensors(mapped: MappedWeights, policy: str = "") -> dict[str, str]:
+    """Names in a publication of an adapter's tensors, by PEFT's names; of several policies, of this one."""
+    prefix = f"{policy}/" if policy else ""
+    names = mapped.manifest.layout.by_name
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def peft_config(config: LoraConfig) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.weights.publication.adapter import (
     adapted_layers,
     adapter_layout,
-    deltas,
     find_targets,
     layer_shapes,
+    published_factors,
 )
 from penstock.workers.weights.publication.publication_files import WEIGHTS_NAME, MappedWeights, open_publication
 from tests.model_files import logprobs_by
@@ -123,7 +123,9 @@ def test_the_use_of_one_adapter_leaves_the_other_as_it_is(make_trainer: Make, ma
     assert not is_same(state_of(trainer, "proposer"), before)
 
 
-def test_two_adapters_are_published_in_one_file(make_trainer: Make, make_rows: MakeRows, tmp_path: Path) -> None:
+def test_two_adapters_are_published_in_one_file(
+    make_trainer: Make, make_rows: MakeRows, model_path: str, tmp_path: Path
+) -> None:
     trainer = make_trainer(**COSINE, **TWO)
     hashes = [trainer.hash_of_weights()]
     train_two(trainer, make_rows)
@@ -133,10 +135,13 @@ def test_two_adapters_are_published_in_one_file(make_trainer: Make, make_rows: M
         assert trainer.hash_of_weights() not in hashes
     trainer.publish(str(tmp_path), 1)
     trainer.export(str(tmp_path / "model"))
+    policies = tuple(TWO["policies"])
+    manifest = open_publication(trainer.publish(str(tmp_path), 2))
+    assert layer_shapes(manifest, ALONE, policies) == adapted_layers(model_path, ALONE)
     published = load_file(tmp_path / "v00000001" / "model.safetensors")
     exported = {
         f"{name}/{key}": values
-        for name in TWO["policies"]
+        for name in policies
         for key, values in load_file(tmp_path / "model" / name / "adapter" / "adapter_model.safetensors").items()
     }
     assert is_same(published, exported)
@@ -252,7 +257,8 @@ def test_what_is_published_alone_adds_up_to_what_is_published_merged(
     base = load_file(Path(model_path) / "model.safetensors")
     merged = weights_of(trainer)
     mapped = MappedWeights(trainer.publish(str(tmp_path), 1))
-    changes = {f"{layer}.weight": delta for layer, delta in deltas(mapped, ALONE)}
+    factors = published_factors(mapped)
+    changes = {f"{layer}.weight": torch.from_numpy(b @ a) * 3.0 for layer, (a, b) in factors.items()}
     assert len(changes) == 14
     for name, weight in merged.items():
         expected = base[name] + changes[name] if name in changes else base[name]

@@ -6,15 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from penstock.conf.errors import WeightError
 from penstock.conf.trainer import LoraConfig
+from penstock.workers.rollout.engine_hf import MergedAdapters
 from penstock.workers.weights.publication.adapter import (
     adapted_layers,
     adapter_layout,
-    deltas,
     layer_shapes,
     peft_config,
+    published_factors,
     tensor_name,
 )
 from penstock.workers.weights.publication.layout import compute_layout
@@ -62,9 +64,48 @@ def test_what_is_no_adapter_of_that_rank_is_refused(manifest: Manifest, message:
 def test_a_weight_changes_by_the_scaled_product(tmp_path: Path) -> None:
     a, b = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 2.0]])
     publication = write_publication(tmp_path, 1, [(tensor_name(LAYER, "A"), a), (tensor_name(LAYER, "B"), b)])
-    ((layer, delta),) = deltas(MappedWeights(publication), CONFIG)
-    assert layer == LAYER
-    assert torch.equal(delta, 3.0 * torch.tensor([[1.0, 1.0, 3.0], [0.0, 2.0, 2.0]]))
+    lm = nn.Sequential()
+    lm.add_module("q_proj", nn.Linear(3, 2, bias=False))
+    own = lm.q_proj.weight
+    adapters = MergedAdapters(lm, None)
+    adapters.use("")
+    adapters.publish("", {"q_proj": published_factors(MappedWeights(publication))[LAYER]}, 3.0)
+    change = 3.0 * torch.tensor([[1.0, 1.0, 3.0], [0.0, 2.0, 2.0]])
+    assert torch.equal(lm.q_proj.weight, own + change)
+    adapters.use(None)
+    assert lm.q_proj.weight is own
+
+
+def of_policies(**layers: tuple[str, ...]) -> Manifest:
+    """Manifest of adapters of these layers, by policy."""
+    names = [
+        f"{policy}/{tensor_name(layer, letter)}" for policy, of in layers.items() for layer in of for letter in "AB"
+    ]
+    return Manifest(Path("/somewhere"), 3, compute_layout((name, [2, 2], "float32") for name in names), ())
+
+
+def test_each_policy_has_the_same_layers_in_a_publication() -> None:
+    manifest = of_policies(solver=("x", "y.z"), proposer=("x", "y.z"))
+    assert layer_shapes(manifest, CONFIG, ("proposer", "solver")) == {"x": (2, 2), "y.z": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (of_policies(solver=("x",), proposer=("y",)), r"its policies have adapters of different layers"),
+        (of_policies(solver=("x",)), r"its policies have adapters of different layers"),
+        (of_policies(solver=("x",), proposer=("x",), judge=("x",)), r"has 'judge/.*of none of the policies solver and"),
+        (manifest_of(A=[2, 5], B=[7, 2]), r"has 'base_model\..* of none of the policies solver and proposer"),
+    ],
+)
+def test_what_is_not_of_these_policies_is_refused(manifest: Manifest, message: str) -> None:
+    with pytest.raises(WeightError, match=message):
+        layer_shapes(manifest, CONFIG, ("solver", "proposer"))
+
+
+def test_a_publication_of_policies_is_none_of_one() -> None:
+    with pytest.raises(WeightError, match=r"has 'solver/.*no part of an adapter"):
+        layer_shapes(of_policies(solver=("x",)), CONFIG)
 
 
 NAMES = st.lists(
