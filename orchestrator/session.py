@@ -268,6 +268,10 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
             f"trainer.replay.share={config.trainer.replay.share:g}: a session trains the rows that it is given. "
             "Leave it out, or use penstock.run."
         )
+    if len(asked.flow.policies) > 1:
+        raise ConfigError(
+            f"the dataflow trains {' and '.join(asked.flow.policies)}: a session has one policy. Use penstock.run."
+        )
     asked = plan_run(asked, partial(print, file=sys.stderr))
     check_run(asked)
     directory = RunDirectory.create(asked.config)

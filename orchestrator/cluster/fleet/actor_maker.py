@@ -161,6 +161,7 @@ class ActorMaker:
             config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor),
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
             adapter=config.trainer.lora if config.trainer.lora.publishes_adapter and largest is None else None,
+            policies=tuple(config.trainer.policies),
             picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
             adapters=None if largest is None else AdapterLimits(largest, serves.max_loaded),
             is_probed=probes_engines(config, self._flow),
