@@ -13,6 +13,8 @@ from penstock.conf.errors import ConfigError, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.control import evaluations as evaluations_module
 from penstock.orchestrator.control.evaluations import Evaluations, steps_lost
+from penstock.orchestrator.recovery.resume import open_run
+from penstock.orchestrator.run_directory.checkpoint import Checkpoint
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.protocols import Publication
 from tests.amounts import amount
@@ -231,6 +233,37 @@ def test_a_version_that_no_node_keeps_is_made_again_of_its_checkpoint_or_lost(
     due = [7] if is_saved else []
     assert accuracies(tmp_path) == {step: step / 100 for step in [0, *due, *DUE[1:], NUM_STEPS]}
     assert metrics_of(tmp_path / "run")[-1]["evaluation/lost"] == int(not is_saved)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_run_that_resumes_measures_a_version_of_its_checkpoint_beside_the_next_steps(
+    num_engines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluations_module, "publish_checkpoint", lambda _, root, step: Publication(f"{root}/v", step))
+    words = [f"rollout.num_workers={num_engines}", "checkpoint.every_steps=5", "checkpoint.keep_best=1"]
+    config = config_of(tmp_path, *words, *(["evaluation.num_workers=1"] if num_engines == 1 else []))
+
+    async def live(evaluator: Measured, until: int) -> None:
+        directory, resumed = open_run(config)
+        assert resumed is None or isinstance(resumed, Checkpoint)
+        flow = flow_of(config)
+        store = store_of(config, flow, resumed.store if resumed is not None else None)
+        fleet = ScriptedFleet(store, config, flow, Random(3), resumed)
+        running = asyncio.ensure_future(controller_over(fleet, config, directory, evaluator=evaluator).run())
+        while not running.done() and not (directory.checkpoints / f"global_step_{until}" / "COMPLETE").exists():
+            await asyncio.sleep(1.0)
+        everybody = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in everybody:
+            task.cancel()
+        await asyncio.gather(*everybody, return_exceptions=True)
+        directory.close()
+
+    run_virtually(live(Measured(engine_s=1e4), until=10))
+    assert 7 not in accuracies(tmp_path)
+    run_virtually(live(Measured(engine_s=10.0), until=99))
+    assert accuracies(tmp_path) == {step: step / 100 for step in [0, *DUE, NUM_STEPS]}
+    steps = [line["step"] for line in metrics_of(tmp_path / "run")]
+    assert 11 in steps[: steps.index(7, steps.index(10))]  # beside the next steps
 
 
 def test_what_was_lost_of_steps_that_a_return_undoes_is_lost_no_longer() -> None:
