@@ -207,12 +207,16 @@ class Evaluations:
         lent, missing = self._fleet.lent(), self._missing(done)
         versions = await try_all(lent, "version", phase="evaluation", timeout_s=PRESENT_S)
         await self._give_back([one for one, version in zip(lent, versions, strict=True) if version not in missing])
-        owed = []
         for step in missing:
             self._saving.await_score(step)
-            engines = [one for one, version in zip(lent, versions, strict=True) if version == step]
-            is_plain = step == newest and not engines
-            owed.append(await self._evaluation_of(step, 0.0) if is_plain else Evaluation(step, engines, are_lent=True))
+        owed = list[Evaluation]()
+        if newest in missing and newest not in versions:
+            owed = [await self._evaluation_of(newest, 0.0)]
+            missing.remove(newest)
+        busy = [engine for one in owed for engine in one.engines]  # own ones have the newest now, whatever they had
+        for step in missing:
+            engines = [one for one, version in zip(lent, versions, strict=True) if version == step and one not in busy]
+            owed.append(Evaluation(step, engines, are_lent=True))
         if owed:
             await self._start(*owed)
 

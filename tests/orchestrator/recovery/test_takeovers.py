@@ -103,16 +103,16 @@ def test_another_controller_goes_on_at_any_moment_and_every_row_is_trained_once(
     assert lines[-1]["store/rows_trained"] == MAX_STEPS * 4 * 2
 
 
-@pytest.mark.parametrize("strikes", [[], ["Rollout-2"]])
+@pytest.mark.parametrize(("num_own", "strikes"), [(0, []), (0, ["Rollout-2"]), (1, ["Rollout-2"])])
 @pytest.mark.histories
 @pytest.mark.parametrize("seed", range(amount(10, many=50)))
 def test_another_controller_asks_lent_engines_again_about_their_own_version(
-    strikes: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_own: int, strikes: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeHandle, "outlives_callers", True)
     words = [
         "max_staleness=2", f"trainer.max_steps={MAX_STEPS}", "checkpoint.every_steps=0", "evaluation.every_steps=3",
-        "rollout.num_workers=3", "faults.store_snapshot_s=20", "faults.max_restarts=1000",
+        f"rollout.num_workers={3 - num_own}", f"evaluation.num_workers={num_own}", "faults.store_snapshot_s=20", "faults.max_restarts=1000",
     ]  # fmt: skip
     lives = run_virtually(live(words, Random(seed), tmp_path, strikes, Measured(engine_s=3.0)))
     assert 2 < lives < MAX_LIVES
@@ -123,6 +123,6 @@ def test_another_controller_asks_lent_engines_again_about_their_own_version(
     lost = [event["step"] for event in events if event["kind"] == "evaluation_lost"]
     found = measured.keys() - {0, MAX_STEPS}
     assert sorted([*found, *lost]) == [3, 6, 9, 12, 15]
-    assert len(lost) <= 1  # where two commands died before nodes were to keep it
+    assert len(lost) <= 2  # where two commands in a row died before nodes were to keep it
     assert max(line.get("staleness/max", 0) for line in lines) <= 2
     assert not any(line.get("dropped/stale") for line in lines)
