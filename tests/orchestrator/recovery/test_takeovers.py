@@ -112,7 +112,8 @@ def test_another_controller_asks_lent_engines_again_about_their_own_version(
     monkeypatch.setattr(FakeHandle, "outlives_callers", True)
     words = [
         "max_staleness=2", f"trainer.max_steps={MAX_STEPS}", "checkpoint.every_steps=0", "evaluation.every_steps=3",
-        f"rollout.num_workers={3 - num_own}", f"evaluation.num_workers={num_own}", "faults.store_snapshot_s=20", "faults.max_restarts=1000",
+        f"rollout.num_workers={3 - num_own}", f"evaluation.num_workers={num_own}", "faults.store_snapshot_s=20",
+        "faults.max_restarts=1000",
     ]  # fmt: skip
     lives = run_virtually(live(words, Random(seed), tmp_path, strikes, Measured(engine_s=3.0)))
     assert 2 < lives < MAX_LIVES
