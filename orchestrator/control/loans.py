@@ -6,7 +6,8 @@
     give_back   they load the newest version ─▶ in the role, from where they are served the store again
 
 No token gets too old by it (`store/ledger/admission.py`): no version is reported as served while engines are taken, so
-all that a lent engine finishes was admitted under its own version or an older one.
+all that a lent engine finishes was admitted under its own version or an older one. An engine loads an older version
+(`evaluations.py`) once it is drained, and has the newest one when it serves again.
 """
 
 import asyncio

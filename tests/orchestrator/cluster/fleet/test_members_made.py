@@ -1,13 +1,16 @@
-"""Members are made while the controller goes on with everything else."""
+"""Members are made while the controller goes on with everything else, and are lent at once where that is said."""
 
 import asyncio
 import threading
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.orchestrator.cluster.fleet.member_table import MemberTable
+from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from tests.orchestrator.scripted_cluster import Cluster, ScriptedNodesFleet
 from tests.orchestrator.scripted_fleet import flow_of, scripted_config
 
@@ -41,3 +44,21 @@ def test_an_owner_that_answers_late_does_not_hold_up_the_event_loop(
         assert name == "Reward-0"
 
     asyncio.run(main())
+
+
+def test_what_takes_the_place_of_a_reserved_member_is_lent_from_its_start_on() -> None:
+    ended, owner = list[str](), SimpleNamespace()
+    owner.end = ended.append
+    table = MemberTable([ActorPlan(name, "rollout") for name in ("Rollout-0", "Rollout-1")], 1.0, owner)  # type: ignore[arg-type]
+    table.add([("Rollout-0", "a"), ("Rollout-1", "b")])
+    table.reserve(["Rollout-1"])
+    assert len(table.role("rollout")) == 2  # until it is lent
+    table.lend(["Rollout-1"])
+    table.remove(["Rollout-1"])
+    assert table.lent() == []
+    table.add([("Rollout-1", "c")])
+    assert (table.role("rollout"), table.lent(), ended) == ([("Rollout-0", "a")], [("Rollout-1", "c")], ["b"])
+    other = MemberTable([], 1.0, owner)  # type: ignore[arg-type]
+    other.adopt(table.lines(), {"Rollout-0": "a", "Rollout-1": "d"})
+    other.add([("Rollout-1", "e")])
+    assert other.lent() == [("Rollout-1", "e")]
