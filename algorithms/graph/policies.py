@@ -41,6 +41,11 @@ def with_policies(flow: Dataflow) -> Dataflow:
 
 def _by_policy(stage: Stage, names: Sequence[str]) -> Stage:
     if stage.kind == "rollout":
+        if stage.model not in names:
+            raise DataflowError(
+                f"flow.rollout({stage.model!r}): it names the policy that answers a ctx.sample without policy=, and "
+                f"none of {' and '.join(names)} has this name{suggest(str(stage.model), names)}"
+            )
         return replace(stage, writes=(*stage.writes, STANDARD_COLUMNS[POLICY]))
     if stage.kind == "train":
         if stage.is_scored:

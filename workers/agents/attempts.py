@@ -18,9 +18,9 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.algorithms.graph.columns import PROMPT_PICTURES
@@ -89,15 +89,21 @@ class AttemptResult:
 
     outcome: AttemptOutcome
     reward: float = 0.0
-    """Reward by the environment."""
+    """Reward by the environment; of the policy of `flow.rollout`, where several are trained."""
     text: str = ""
     """Text of the last answer, without thinking and calls, for reward functions. Empty for an attempt that is not
     trained."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of the policies that spoke, where several are trained."""
 
     @classmethod
     def of(cls, attempt: Trajectory) -> "AttemptResult":
-        outcome = attempt.outcome
-        return cls(outcome, attempt.reward, attempt.text) if outcome.is_trained else cls(outcome)
+        own = attempt.of_policy(attempt.policy)
+        if not own.outcome.is_trained:
+            return cls(own.outcome)
+        spoke = {turn.policy for turn in attempt.turns}
+        rewards = {name: reward for name, reward in attempt.rewards.items() if name in spoke}
+        return cls(own.outcome, own.reward, own.text, rewards)
 
 
 class AttemptRunner:
@@ -173,13 +179,11 @@ class AttemptRunner:
         self._meters.observe(table.ENVIRONMENT_ATTEMPT, time.perf_counter() - began)
         if outcome.kind == TRUNCATED:
             self.counts[truncated_by(outcome.reason)] += 1
-        return Trajectory(
-            sampler.turns,
-            outcome,
-            ctx.total_reward,
-            dict(ctx.turn_rewards),
-            _transcript(sampler, outcome, ctx.total_reward),
-        )
+        total, policy = ctx.total_reward, sampler.speaker
+        rewards = {name: total + own for name, own in ctx.policy_rewards.items()}
+        said = _transcript(sampler, outcome, rewards or {policy: total})
+        own = rewards.get(policy, total)
+        return Trajectory(sampler.turns, outcome, own, dict(ctx.turn_rewards), said, policy, rewards)
 
     async def group(
         self, task: Task, samplings: Sequence[Sampling], make_sampler: MakeSampler | None = None
@@ -304,9 +308,14 @@ class AttemptRunner:
         return Toolbox(tools, self._config, self._threads, self.counts)
 
 
-async def _group_rewards(score: Callable[..., Any], task: Task, attempts: list[Trajectory]) -> list[float]:
+async def _group_rewards(
+    score: Callable[..., Any], task: Task, attempts: list[Trajectory]
+) -> list[float | dict[str, float]]:
     """The rewards of `score_group`. Raises `ValueError` for what is no finite number."""
-    return [finite(reward) for reward in await score(task, attempts)]
+    return [
+        {name: finite(own) for name, own in reward.items()} if isinstance(reward, Mapping) else finite(reward)
+        for reward in await score(task, attempts)
+    ]
 
 
 def _raised(playing: "asyncio.Task[None]") -> Exception | None:
@@ -329,12 +338,16 @@ def _metric_word(reason: str) -> str:
     return re.sub(r"\W+", "_", reason).strip("_")[:40] or "rejected"
 
 
-def _transcript(sampler: TurnSampler, outcome: AttemptOutcome, reward: float) -> list[dict[str, Any]]:
-    """Messages for people: the last conversation, with the ids of its turns, and how it ended."""
+def _transcript(sampler: TurnSampler, outcome: AttemptOutcome, rewards: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Messages for people: the last conversation of each policy, with the ids of its turns, and how it ended."""
     end = outcome.kind if not outcome.reason else f"{outcome.kind}: {outcome.reason}"
     turns = {id(turn.message): {"turn": turn.id} for turn in sampler.turns}
-    said = [{**message, **turns.get(id(message), {})} for message in sampler.last_messages]
-    return [*said, {"role": "outcome", "content": end, "reward": reward}]
+    said: list[dict[str, Any]] = []
+    for name, reward in rewards.items():
+        own = {"policy": name} if name else {}
+        said += [{**message, **turns.get(id(message), {}), **own} for message in sampler.last_messages.get(name, ())]
+        said.append({"role": "outcome", "content": end, "reward": reward, **own})
+    return said
 
 
 @dataclass(frozen=True)
@@ -355,7 +368,17 @@ class AttemptColumns:
 class EnvironmentWorker:
     """Lifecycle: `run` returns when the store is closed; then it may be called with another. `stats` at any time."""
 
-    def __init__(self, runner: AttemptRunner, intake: GroupIntake, errors: ErrorShare, columns: AttemptColumns) -> None:
+    def __init__(
+        self,
+        runner: AttemptRunner,
+        intake: GroupIntake,
+        errors: ErrorShare,
+        columns: AttemptColumns,
+        policies: Sequence[str] = ("",),
+    ) -> None:
+        """`policies`: those that are trained, each of which has a row in every attempt: row k * G + i of a group of G
+        attempts is that of policy k in attempt i. An empty name: there is one."""
+        self._policies = policies
         self._runner, self._intake, self._errors, self._columns = runner, intake, errors, columns
         self._loop = GroupLoop(STAGE, intake, self._roll, may_be_answered_twice=True)
 
@@ -371,8 +394,15 @@ class EnvironmentWorker:
     async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> Written:
         """Play all attempts of a group, then write."""
         task = Task.from_json(rows.strings("task")[0], rows.blobs(PICTURES)[0] if PICTURES in rows else ())
-        played = await self._runner.group(task, self._samplings(group_id, len(rows)))
-        attempts = [attempt.without(self._intake.dropped) for attempt in played]
+        size = self._intake.group_size
+        places = [divmod(row, size) for row in (rows.row_ids - group_id * size * len(self._policies)).tolist()]
+        numbers = sorted({number for _, number in places})
+        played = dict(zip(numbers, await self._runner.group(task, self._samplings(group_id, numbers)), strict=True))
+        for outcome in (attempt.outcome for attempt in played.values()):
+            self._errors.add(outcome.detail if outcome.kind == FAILED else None)
+        attempts = [
+            played[number].without(self._intake.dropped).of_policy(self._policies[policy]) for policy, number in places
+        ]
         kept = [position for position, attempt in enumerate(attempts) if attempt.outcome.is_trained]
         await self._drop(store, lease, rows, attempts)
         if kept:
@@ -385,15 +415,14 @@ class EnvironmentWorker:
         lost: dict[tuple[str, str], list[int]] = {}
         for row, attempt in zip(rows.row_ids.tolist(), attempts, strict=True):
             outcome = attempt.outcome
-            self._errors.add(outcome.detail if outcome.kind == FAILED else None)
             if not outcome.is_trained:
                 lost.setdefault((outcome.reason, outcome.detail), []).append(row)
         for (reason, detail), row_ids in lost.items():
             with suppress(LeaseExpired):
                 await store.drop(lease, row_ids, reason, detail)
 
-    def _samplings(self, group_id: int, count: int) -> list[Sampling]:
-        """Samplings of the attempts: the seeds that the group's responses would have without an environment. Groups
-        that were admitted earlier, whose tokens would be too old first, are served first."""
+    def _samplings(self, group_id: int, numbers: Sequence[int]) -> list[Sampling]:
+        """Samplings of the attempts of these numbers: the seeds that the group's responses would have without an
+        environment. Groups that were admitted earlier, whose tokens would be too old first, are served first."""
         sampling, first = replace(self._intake.sampling, priority=group_id), self._intake.seed_of(group_id)
-        return [sampling if first is None else sampling.seeded(first + index) for index in range(count)]
+        return [sampling if first is None else sampling.seeded(first + index) for index in numbers]

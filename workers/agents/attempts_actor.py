@@ -74,6 +74,10 @@ class EnvironmentSpec:
     """Digest of the processor of the run's pictures (`workers/pictures/`); None: the run is one of text."""
     origin: Origin | None = None
     """Origin of its measurements; None: they are not exported."""
+    policies: tuple[str, ...] = ()
+    """Names of the policies that are trained."""
+    speaker: str = ""
+    """Policy that answers where a request names none; empty: there is one."""
 
 
 class Environments(ServingActor):
@@ -118,8 +122,8 @@ class Environments(ServingActor):
 
         def make_sampler(sampling: Sampling, pool: EnginePool = self._pool) -> TurnSampler:
             return TurnSampler(
-                pool, form, sampling, limits, counts=self._counts,
-                clients_sample=config.gateway.sampling == "client", processor=processor,
+                pool, form, replace(sampling, policy=spec.speaker), limits, counts=self._counts,
+                clients_sample=config.gateway.sampling == "client", processor=processor, policies=spec.policies,
             )  # fmt: skip
 
         def make_runner(changes: Mapping[str, Any]) -> AttemptRunner:
@@ -141,7 +145,8 @@ class Environments(ServingActor):
             num_waiting=(lambda: self._gate.num_waiting) if config.follows_memory else None,
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
-        self._worker = EnvironmentWorker(self.runner, intake, errors, spec.columns)
+        trained = spec.policies if spec.speaker else ("",)
+        self._worker = EnvironmentWorker(self.runner, intake, errors, spec.columns, trained)
         self._following = asyncio.create_task(self._follow_engines(meters))
         await super().start()
 

@@ -150,6 +150,8 @@ class Context:
         self.surroundings: Any = None
         """What the environment's `setup` has made for this attempt."""
         self.total_reward = 0.0
+        self.policy_rewards: dict[str, float] = dict.fromkeys(sampler.policies if sampler.speaker else (), 0.0)
+        """What each policy is given beyond what all are, where several are trained."""
         self._num_scoring = 0
         self.turn_rewards: dict[int, float] = {}
 
@@ -160,6 +162,7 @@ class Context:
         *,
         train: bool = True,
         state: str | None = None,
+        policy: str | None = None,
         **sampling: Any,
     ) -> Turn:
         """Sample the policy's answer to a conversation. A message's content is a text, or a list of texts and pictures
@@ -167,9 +170,10 @@ class Context:
         descriptions, or a `Toolbox`. `sampling`: temperature, max_tokens, stop, structure, … other than the run's.
         `train=False`: the answer is not trained, of an opponent, say. `state`: text that is equal where attempts at the
         task stand before the same choice, for `algorithm.advantage=gigpo`; None: what was said since the last turn.
-        Raises `LimitReached` when the attempt has reached a limit; do not catch it."""
+        `policy`: which of several that are trained (`flow.train`); None: that of `flow.rollout`. Raises `LimitReached`
+        when the attempt has reached a limit; do not catch it."""
         descriptions = self.toolbox(tools).descriptions
-        return await self._sampler.sample(messages, descriptions, train=train, state=state, **sampling)
+        return await self._sampler.sample(messages, descriptions, train=train, state=state, policy=policy, **sampling)
 
     def toolbox(self, tools: Any) -> Toolbox:
         """Make tools of functions, which can be described and called."""
@@ -207,11 +211,15 @@ class Context:
         `workspace.LIMITS`."""
         return self._make_workspace(source, at=at, show=show, links=links, variables=variables, limits=limits)
 
-    def reward(self, value: float, turn: Turn | None = None) -> None:
-        """Add to the attempt's reward; with `turn`, to that turn's. Raises `ValueError` for what is no finite
-        number."""
+    def reward(self, value: float, turn: Turn | None = None, *, policy: str | None = None) -> None:
+        """Add to the attempt's reward; with `turn`, to that turn's. Where several policies are trained it counts for
+        all that speak, with `turn` for the turn's, with `policy` for that one. Raises `ValueError` for what is no
+        finite number, and for an unknown policy."""
         number = finite(value)
-        self.total_reward += number
+        if name := self._sampler.named(policy) if policy is not None else turn.policy if turn is not None else "":
+            self.policy_rewards[name] += number
+        else:
+            self.total_reward += number
         if turn is not None:
             self.turn_rewards[turn.id] = self.turn_rewards.get(turn.id, 0.0) + number
 
@@ -254,6 +262,7 @@ class Environment(Protocol):
     methods:
 
     - `score_group(task, attempts)` returns a reward for each attempt of a group, instead of its own: for comparisons.
+      Where several policies are trained, a number is that of all, and a mapping has those of some by name.
     - `setup(task, ctx)` makes what an attempt needs of its own before `run`, such as a container, which may be kept in
       `ctx.surroundings`. What it raises is an `InfrastructureError`.
     - `teardown(task, ctx)` gives it back; called after every `setup`, however it and the attempt have ended, for 30 s

@@ -18,13 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from penstock.algorithms.graph.columns import ROUTED_EXPERTS, SEEN_PICTURES, TURN_STATES
+from penstock.algorithms.graph.columns import POLICY, ROUTED_EXPERTS, SEEN_PICTURES, TURN_STATES
+from penstock.conf.errors import suggest
 from penstock.workers.pictures.prompt_pictures import NO_PICTURES, PromptPictures
 from penstock.workers.protocols import truncated_by
 
 COMPLETED, TRUNCATED, REJECTED, FAILED = "completed", "truncated", "rejected", "failed"
 """Outcomes of attempts. The first two are trained; the others are dropped with their reason, and never count as a
 reward of zero."""
+SILENT = "silent"
+"""Reason for dropping the row of a policy that sampled nothing in an attempt."""
 MAX_CHARACTERS = 4_000
 """Largest length of one message: a tool may have returned a megabyte."""
 
@@ -77,6 +80,8 @@ class Turn:
     """Pictures of the prompt, those of earlier turns included, and their places in `prompt_ids`."""
     state: str | None = None
     """Name of the state that it answered, where the environment has said it."""
+    policy: str = ""
+    """Policy that sampled it, where several are trained."""
 
     @property
     def answer(self) -> str:
@@ -114,11 +119,16 @@ class Trajectory:
     """Turns in the order of their ids."""
     outcome: AttemptOutcome = AttemptOutcome()
     reward: float = 0.0
-    """Reward of the whole, those of its turns included."""
+    """Reward of the whole, those of its turns included; of `policy`, where several are trained."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards by the turn's id."""
     said: Sequence[Mapping[str, Any]] = ()
-    """Messages in the order in which they were said, for people."""
+    """Messages in the order in which they were said, for people; where several policies are trained, those of each,
+    with its name."""
+    policy: str = ""
+    """Policy whose row it is, or that answers where no other is named; empty: there is one."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Reward of the whole for each policy, where several are trained."""
 
     @property
     def num_sampled(self) -> int:
@@ -137,9 +147,27 @@ class Trajectory:
             return self
         return self.ended(AttemptOutcome(REJECTED, truncated_by(outcome.reason), outcome.detail))
 
-    def with_reward(self, reward: float) -> "Trajectory":
-        """The same trajectory, with another reward for the whole."""
-        return replace(self, reward=reward)
+    def of_policy(self, name: str) -> "Trajectory":
+        """What a policy has of it: its turns, reward and messages; rejected as `silent` if it sampled no turn that is
+        trained. Empty: all of it, as there is one."""
+        if not name:
+            return self
+        turns = [turn for turn in self.turns if turn.policy == name]
+        said = [message for message in self.said if message.get("policy") == name]
+        own = replace(self, turns=turns, reward=self.rewards[name], said=said, policy=name)
+        if turns or not self.outcome.is_trained:
+            return own
+        return own.ended(AttemptOutcome(REJECTED, SILENT, f"policy {name} sampled no turn of the attempt"))
+
+    def with_reward(self, reward: float | Mapping[str, float]) -> "Trajectory":
+        """The same trajectory, with another reward for the whole, or for some of several policies. Raises `ValueError`
+        for a policy that there is not."""
+        if not isinstance(reward, Mapping):
+            return replace(self, reward=reward, rewards=dict.fromkeys(self.rewards, reward))
+        if unknown := next((name for name in reward if name not in self.rewards), None):
+            raise ValueError(f"score_group rewards policy {unknown!r}{suggest(unknown, self.rewards)}")
+        rewards = {**self.rewards, **reward}
+        return replace(self, reward=rewards[self.policy], rewards=rewards)
 
     def ended(self, outcome: AttemptOutcome) -> "Trajectory":
         """The same trajectory, with another outcome."""
@@ -151,7 +179,8 @@ def row_columns(trajectories: Sequence[Trajectory], reward_column: str = "reward
     have one value for each sampled token, in the order of segments: a turn's sampled tokens are in one of them."""
     columns: dict[str, list[Any]] = {}
     for trajectory in trajectories:
-        for name, value in (_row(trajectory) | {reward_column: float(trajectory.reward)}).items():
+        own = {reward_column: float(trajectory.reward)} | ({POLICY: trajectory.policy} if trajectory.policy else {})
+        for name, value in (_row(trajectory) | own).items():
             columns.setdefault(name, []).append(value)
     return columns
 

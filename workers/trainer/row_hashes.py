@@ -26,7 +26,7 @@ OF_COLUMN = {
         ("response_ids", "context_ids", "spans", "turn_tokens", "token_temperatures", "seen_pictures", "seen_ranges"),
         "tokens",
     ),
-    "turn_states": "tokens",
+    **dict.fromkeys(("turn_states", "policy"), "tokens"),
     **dict.fromkeys(("candidate_ids", "teacher_candidates", "routed_experts"), "logprobs"),
     **dict.fromkeys(("turn_rewards", "preferred", "desirable"), "rewards"),
 }

@@ -189,12 +189,14 @@ class ActorMaker:
         named = {key: self._code_of(actor, value) for key, value in environment.options.items() if _is_code(value)}
         options = environment.options | named
         environment = replace(environment, name=self._code_of(actor, str(environment.name)), options=options)
-        names = tuple(column.name for column in self._flow.stage(str(actor.stage)).writes)
+        stage = self._flow.stage(str(actor.stage))
+        names = tuple(column.name for column in stage.writes)
         return EnvironmentSpec(
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
             self._flow.samples_per_prompt, AttemptColumns(names, environment_rewards(self._flow)[0]), imports,
             sum(other.role == "environment" for other in self._table.plan),
             self._config.model.chat_template_kwargs, self.sources.picture_digest, self._origin_of(actor),
+            self._flow.policies, str(stage.model) if len(self._flow.policies) > 1 else "",
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:

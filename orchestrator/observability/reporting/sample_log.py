@@ -24,7 +24,7 @@ from penstock.workers.trainer.step_report import TokenValues
 COLUMNS = (
     "task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions",
     "behavior_logprobs",
-    "transcript", "turn_tokens", "turn_rewards", "turn_ids",
+    "transcript", "turn_tokens", "turn_rewards", "turn_ids", "policy",
 )  # fmt: skip
 OF_RANKS = {
     "trainer_logprobs": pa.list_(pa.float32()),

@@ -145,8 +145,9 @@ class HttpServer:
             await self._runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._sampler(request)
-        return web.json_response(_model_list(int(time.time())))
+        sampler = self._sampler(request)
+        names = sampler.policies if sampler.speaker else ("policy",)
+        return web.json_response(_model_list(names, int(time.time())))
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
         sampler = self._sampler(request)
@@ -210,8 +211,9 @@ async def _sampling(
 ) -> AsyncIterator["asyncio.Future[Turn]"]:
     """Sample a turn. Unless it is among those delivered at the end, it is forgotten, as if it had never been
     sampled."""
+    policy = asked.model if asked.model in sampler.policies else None
     sampling = asyncio.ensure_future(
-        sampler.sample(asked.messages, asked.tools, is_client=True, is_retry=is_retry, **asked.options)
+        sampler.sample(asked.messages, asked.tools, is_client=True, is_retry=is_retry, policy=policy, **asked.options)
     )  # fmt: skip
     try:
         yield sampling
@@ -334,13 +336,17 @@ def _tag(request: web.Request) -> str:
     return hashlib.blake2b(_key(request).encode(), digest_size=6).hexdigest()
 
 
-def _model_list(created: int) -> dict[str, Any]:
-    """The list of models in the form of both protocols. There is one model, and any name in a request means it."""
-    model = {
-        "id": "policy", "object": "model", "created": created, "owned_by": "penstock",
-        "type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
-    }  # fmt: skip
-    return {"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"}
+def _model_list(names: Sequence[str], created: int) -> dict[str, Any]:
+    """The list of models, the policies, in the form of both protocols. Any other name in a request means the one that
+    answers where none is named."""
+    models = [
+        {
+            "id": name, "object": "model", "created": created, "owned_by": "penstock",
+            "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+        }
+        for name in names
+    ]  # fmt: skip
+    return {"object": "list", "data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def advertised_host(gateway: GatewayConfig, node: str) -> str:

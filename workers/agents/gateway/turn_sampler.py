@@ -143,14 +143,17 @@ class TurnSampler:
         counts: Counter[str] | None = None,
         clients_sample: bool = False,
         processor: PictureProcessor | None = None,
+        policies: Sequence[str] = (),
     ) -> None:
-        """`sampling`: of the run, with the attempt's seed. `counts`: counters of the whole actor, for metrics.
-        `clients_sample`: a client's options take precedence over the run's `DISTRIBUTION`, unless that is greedy, as in
-        evaluation. `processor`: of pictures; None in a run of text."""
+        """`sampling`: of the run, with the attempt's seed, and the policy that answers where a request names none;
+        empty: there is one. `counts`: counters of the whole actor, for metrics. `clients_sample`: a client's options
+        take precedence over the run's `DISTRIBUTION`, unless that is greedy, as in evaluation. `processor`: of
+        pictures; None in a run of text. `policies`: names of those that are trained."""
         self.engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
         self._writer = PromptWriter(form, processor, limits.max_pictures)
         self.counts = counts if counts is not None else Counter()
         self._clients_sample = clients_sample
+        self.policies = tuple(policies)
         self._answered: dict[Key, _TurnRecord] = {}
         self._by_request: dict[Key, Turn] = {}
         self._turns: dict[int, Turn] = {}
@@ -158,8 +161,13 @@ class TurnSampler:
         self._end_reason: Exception | None = None
         self._context_error: LimitReached | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
-        self.last_messages: Sequence[Message] = ()
-        """The conversation with its newest answer."""
+        self.last_messages: dict[str, Sequence[Message]] = {}
+        """The conversation of each policy with its newest answer."""
+
+    @property
+    def speaker(self) -> str:
+        """Policy that answers where a request names none; empty: there is one."""
+        return self._sampling.policy
 
     @property
     def turns(self) -> list[Turn]:
@@ -181,37 +189,40 @@ class TurnSampler:
         is_retry: bool = False,
         one_call: bool = False,
         state: str | None = None,
+        policy: str | None = None,
         **options: Any,
     ) -> Turn:
-        """Sample the policy's answer to a conversation, with pictures in any form that `conversation.py` reads.
+        """Sample a policy's answer to a conversation, with pictures in any form that `conversation.py` reads.
 
         `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure, ignore_eos: other than the run's;
         must_call: the name of a tool that the answer has to call, "*" for any, in the formats of `forced_call`.
         `train=False`: it is no turn of the attempt (an opponent that the policy plays). `is_client`: the request came
         over HTTP, from a client that may not know of the run. `is_retry`: the client asks again, and gets the answer
         that it missed, if there is one. `one_call`: of several calls in an answer the first alone is made. `state`:
-        that of the turn (`Turn.state`). Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a
-        `ValueError`, for options that no engine can take), `DeadlineExceeded`.
+        that of the turn (`Turn.state`). `policy`: which of several answers. Raises `LimitReached`, `AttemptOver`,
+        `DataError` (`SamplingError`, which is a `ValueError`, for options that no engine can take, and for an unknown
+        policy), `DeadlineExceeded`.
         """
         messages = kept(messages)
         if name := options.pop(MUST_CALL, None):
             if options.get("structure") is not None:
                 raise SamplingError("structure: a call has to be made, which has a structure of its own.", "structure")
             options["structure"] = self._form.forced(tools, name)
-        request = history_key(messages, tools) + repr((one_call, sorted(options.items()))).encode()
+        policy = self.named(policy)
+        request = history_key(messages, tools) + repr((policy, one_call, sorted(options.items()))).encode()
         if is_retry and request in self._by_request:
             self.counts["retries_answered"] += 1
             return self._by_request[request]
         self._check_open()
         options = self._accepted(options) if is_client else options
         if not train:
-            return await self._untrained(messages, tools, options, one_call)
+            return await self._untrained(messages, tools, options, one_call, policy)
         if len(self._turns) + self.num_under_way >= self._limits.max_turns:
             text = f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
             raise self._truncated("turns", text)
         number = self._num_asked
-        parent, before, prompt = self._prompt(messages, tools)
-        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number))
+        parent, before, prompt = self._prompt(messages, tools, policy)
+        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number), policy)
         sampling = self._within_limits(sampling, len(prompt))
         self._num_asked += 1
         self.num_under_way += 1
@@ -223,8 +234,8 @@ class TurnSampler:
         self._count_distribution(options)
         self._context_error = None
         self._by_request[request] = turn
-        self.last_messages = [*before, turn.message]
-        self._answered[history_key(self.last_messages, tools)] = _TurnRecord(turn, before)
+        self.last_messages[policy] = said = [*before, turn.message]
+        self._answered[history_key(said, tools) + policy.encode()] = _TurnRecord(turn, before)
         return turn
 
     def count(self, messages: Sequence[Message], tools: Tools = ()) -> int:
@@ -292,25 +303,37 @@ class TurnSampler:
             number, parent.id if parent is not None else None, message, read.calls, prompt.ids,
             completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, completion.text,
             read.problem, dict(options), sampling.temperature or 1.0, stopped_by, completion.routed_experts,
-            prompt.pictures,
+            prompt.pictures, policy=sampling.policy,
         )  # fmt: skip
 
     async def _untrained(
-        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], one_call: bool
+        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any], one_call: bool, policy: str
     ) -> Turn:
         self._num_untrained += 1
         number = -self._num_untrained
         prompt = self._writer.whole(messages, tools)
-        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number))
+        sampling = self._sampling_of(options, turn_seed(self._sampling.seed, number), policy)
         sampling = self._within_context(sampling, len(prompt))
         return await self._await_turn(self._turn(number, None, prompt, sampling, tools, options, one_call))
 
-    def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], WrittenPrompt]:
-        """The turn that a conversation continues, the conversation as it is kept here, and its prompt."""
+    def named(self, policy: str | None) -> str:
+        """The policy of a request; empty: there is one. Raises `SamplingError` for an unknown one."""
+        if policy is None:
+            return self.speaker
+        if policy not in self.policies:
+            raise SamplingError(
+                f"policy={policy}: none of the run has this name{suggest(policy, self.policies)}", "policy"
+            )
+        return policy if self.speaker else ""
+
+    def _prompt(
+        self, messages: Sequence[Message], tools: Tools, policy: str
+    ) -> tuple[Turn | None, list[Message], WrittenPrompt]:
+        """The policy's turn that a conversation continues, the conversation as it is kept here, and its prompt."""
         for end in range(len(messages), 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
-            answered = self._answered.get(history_key(messages[:end], tools))
+            answered = self._answered.get(history_key(messages[:end], tools) + policy.encode())
             if answered is None:
                 continue
             before, new = [*answered.messages], list(messages[end:])
@@ -320,11 +343,12 @@ class TurnSampler:
                 return answered.turn, before, prompt
             self.counts["rewritten_by_template"] += 1
             return None, before, self._writer.whole(before, tools)
-        if self._turns and any(message.get("role") == "assistant" for message in messages):
+        has_spoken = any(turn.policy == policy for turn in self._turns.values())
+        if has_spoken and any(message.get("role") == "assistant" for message in messages):
             self.counts["rewritten_by_client"] += 1
         return None, list(messages), self._writer.whole(messages, tools)
 
-    def _sampling_of(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
+    def _sampling_of(self, options: Mapping[str, Any], seed: int | None, policy: str = "") -> Sampling:
         """The run's sampling, with the changes that a request asks for."""
         for name in options:
             if name not in OPTIONS:
@@ -333,7 +357,7 @@ class TurnSampler:
         if "stop" in changes:
             stop = changes["stop"]
             changes["stop"] = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
-        sampling = replace(self._sampling, seed=seed, **changes)
+        sampling = replace(self._sampling, seed=seed, policy=policy, **changes)
         return replace(sampling, max_tokens=min(sampling.max_tokens, self._sampling.max_tokens))
 
     def _accepted(self, options: Mapping[str, Any]) -> dict[str, Any]:

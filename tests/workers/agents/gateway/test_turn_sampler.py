@@ -34,7 +34,7 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> None:
             "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
         )
         assert len(segments_of(sampler.turns)) == 1
-        assert [message["content"] for message in sampler.last_messages] == ["a", "one", "b", "two"]
+        assert [message["content"] for message in sampler.last_messages[""]] == ["a", "one", "b", "two"]
 
     asyncio.run(scenario())
 

@@ -92,7 +92,7 @@ def test_a_response_goes_on_with_an_earlier_one_without_its_instructions() -> No
             await open_gateway.respond("c", previous_response_id=second.id)
             turns = open_gateway.sampler.turns
             assert [turn.parent for turn in turns] == [None, 0, None]
-            assert [message["content"] for message in open_gateway.sampler.last_messages] == [
+            assert [message["content"] for message in open_gateway.sampler.last_messages[""]] == [
                 "a", "one", "b", "two", "c", "three",
             ]  # fmt: skip
 

@@ -216,7 +216,7 @@ def test_half_a_sign_that_a_harness_has_cut_is_sampled_on(path: str, is_escaped:
             sampler = open_gateway.sampler
             assert [turn.parent for turn in sampler.turns] == [None, 0]
             assert "cut ?" in text_of(open_gateway.engines.prompts[0])
-            columns = row_columns([Trajectory(sampler.turns, said=sampler.last_messages)])
+            columns = row_columns([Trajectory(sampler.turns, said=sampler.last_messages[""])])
             assert columns["response_text"] == ["two"]
             assert json.loads(columns["transcript"][0])[0]["content"] == "cut ?"
 
