@@ -127,6 +127,12 @@ def test_by_policy_is_the_function_of_each_part_in_the_order_of_the_rows(rows):
         (lambda: two().train("Judge 2", loss=ppo_clip_loss), "lower-case letters"),
         (lambda: two({"solver": centred, "propser": halved}), "'compare' has a function for policy 'propser'; did you"),
         (lambda: two({"solver": centred}), "'compare' has no function for policy 'proposer'"),
+        (
+            lambda: Dataflow(
+                [replace(one, model="policy") if one.kind == "rollout" else one for one in two().stages], 3
+            ),
+            "it names the policy that answers a ctx.sample without policy=",
+        ),
     ],
 )
 def test_what_cannot_be_done_by_policy_is_refused(build, message, config):
@@ -141,11 +147,17 @@ def test_a_dataflow_of_several_policies_needs_an_environment():
 
 def test_the_configuration_gets_the_policies_of_the_dataflow_in_its_order(config):
     config.trainer.policies = {"proposer": PolicyConfig(every=2, optimizer={"lr": 3e-4})}
-    with pytest.raises(ConfigError, match="cannot do so yet"):
-        resolve_policies(config, dataflow_of(config, two()))
+    resolve_policies(config, dataflow_of(config, two()))
     assert list(config.trainer.policies) == ["solver", "proposer"]
     assert config.trainer.optimizer_of("proposer") == replace(config.trainer.optimizer, lr=3e-4)
     assert config.trainer.optimizer_of("solver") == config.trainer.optimizer
+
+
+def test_the_only_policy_has_the_trainers_settings_alone():
+    words = ["recipe=grpo", "model.path=somewhere"]
+    assert resolve(load_config(words)).config.trainer.policies == {}
+    with pytest.raises(ConfigError, match=r"trains one policy alone\. Set trainer\.optimizer"):
+        resolve(load_config([*words, "trainer.policies.policy.every=2"]))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -54,15 +55,18 @@ def make_runner(
     keys: AttemptKeys | None = None,
     meters: Meters | None = None,
     tools: str = "pythonic",
+    policies: Sequence[str] = (),
     **settings: Any,
 ) -> AttemptRunner:
+    """`policies`: those that are trained, of which the first answers where none is named."""
     config = EnvironmentConfig(**{"timeout_s": 30.0, "max_turns": 8, **settings})
     form = TemplateFormat(tokenizer(), tools)
     limits = TurnLimits(config.max_turns, config.max_tokens, max_model_len)
     counts: Counter[str] = Counter()
 
     def make_sampler(sampling: Sampling) -> TurnSampler:
-        return TurnSampler(engines, form, sampling, limits, counts=counts)
+        sampling = replace(sampling, policy=policies[0] if len(policies) > 1 else "")
+        return TurnSampler(engines, form, sampling, limits, counts=counts, policies=policies)
 
     return AttemptRunner(environment, config, make_sampler, keys or AttemptKeys(), counts=counts, meters=meters)
 

@@ -1,17 +1,29 @@
 """How attempts end, whatever an environment does."""
 
 import asyncio
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, LimitReached
 from penstock.metering.meters import Meters
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.store.client.store_client import StoreClient
+from penstock.store.service.store import Store
+from penstock.store.spec import StoreSpec
+from penstock.workers.agents.attempts import AttemptColumns, AttemptResult, EnvironmentWorker
 from penstock.workers.agents.environment import Task
 from penstock.workers.agents.scoring import NUM_PROCESSES, Scoring
 from penstock.workers.agents.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED, row_columns, segments_of
 from penstock.workers.protocols import Sampling
+from penstock.workers.rollout.rollout_worker import GroupIntake
 from penstock.workers.runtime.async_tasks import UserCodeExit, contained_task_factory
+from penstock.workers.runtime.serving import ErrorShare
 from tests.metering.measured import measured
 from tests.workers.agents.played import TASK, Played, ScriptedEngines, make_runner, play
 
@@ -292,6 +304,106 @@ def test_a_reward_that_is_no_number_fails_the_attempt() -> None:
         ctx.reward(float("nan"))
 
     assert "finite" in play(Played(run), say("y"))[0].outcome.detail
+
+
+class Duel:
+    """The proposer says a number; the solver, unless it is 0, says one too."""
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        first = await ctx.sample(asked("a number"), policy="proposer")
+        ctx.reward(0.25)
+        if int(first.answer) > 0:
+            turn = await ctx.sample(asked(first.answer))
+            ctx.reward(1.0, turn=turn)
+        if int(first.answer) > 1:
+            raise ValueError("too large")
+        ctx.reward(-0.5, policy="proposer")
+
+
+def duel(numbers: Sequence[str], **more: Any) -> Any:
+    said = iter(numbers)
+    engines = ScriptedEngines(lambda prompt, sampling: next(said) if sampling.policy == "proposer" else "7")
+    return make_runner(Duel(), engines, policies=["solver", "proposer"], **more)
+
+
+def test_policies_that_speak_have_turns_rewards_and_conversations_of_their_own() -> None:
+    attempt = asyncio.run(duel(["1"]).attempt(TASK, Sampling(max_tokens=8, seed=5)))
+    assert [(turn.policy, turn.answer) for turn in attempt.turns] == [("proposer", "1"), ("solver", "7")]
+    assert (attempt.reward, attempt.rewards) == (1.25, {"solver": 1.25, "proposer": -0.25})
+    solver, proposer = attempt.of_policy("solver"), attempt.of_policy("proposer")
+    assert [message["content"] for message in solver.said] == ["1", "7", "completed"]
+    assert [message.get("reward") for message in proposer.said] == [None, None, -0.25]
+    assert row_columns([solver, proposer])["turn_rewards"][0].tolist() == [1.0]
+    assert AttemptResult.of(attempt) == AttemptResult(attempt.outcome, 1.25, "7", attempt.rewards)
+
+
+def test_a_reward_for_an_unknown_policy_fails_the_attempt() -> None:
+    async def run(ctx: Any) -> None:
+        await ctx.sample(asked("hello"), policy="solver")
+        ctx.reward(1.0, policy="solver")
+        ctx.reward(1.0, policy="judge")
+
+    engines = ScriptedEngines(say("y"))
+    attempt = asyncio.run(make_runner(Played(run), engines, policies=["solver"]).attempt(TASK, Sampling(max_tokens=8)))
+    assert "policy=judge" in attempt.outcome.detail
+    assert (attempt.reward, attempt.rewards, row_columns([attempt]).get("policy")) == (1.0, {}, None)
+
+
+def worker_of(runner: Any, flow: Dataflow, dropped: Sequence[str] = ()) -> tuple[Any, ErrorShare]:
+    errors = ErrorShare(1.0, 100, "attempts", "environment")
+    names = [column.name for column in flow.stage("rollout").writes]
+    size = flow.samples_per_prompt
+    intake = GroupIntake("Environment-0", Sampling(max_tokens=8), 3, size, 8, dropped=frozenset(dropped))
+    policies = flow.policies if len(flow.policies) > 1 else ("",)
+    return EnvironmentWorker(runner, intake, errors, AttemptColumns(names), policies), errors
+
+
+def test_a_group_has_a_row_of_each_policy_in_every_attempt_and_silent_ones_are_counted() -> None:
+    words = ["environment.name=x.py:X", "data.source=environment", "model.path=somewhere", "max_staleness=2"]
+    flow = Dataflow().rollout("solver", samples_per_prompt=3).reward()
+    flow.compute(lambda reward: reward - reward.mean(), reads=["reward"], writes=["advantage"], name="compare")
+    flow.train("solver", loss=ppo_clip_loss).train("proposer", loss=ppo_clip_loss)
+    config = load_config(words)
+    flow = dataflow_of(config, flow)
+
+    async def scenario() -> None:
+        store = Store(StoreSpec.of(flow, config))
+        client = StoreClient(store)
+        await client.put_groups([{"task": json.dumps(TASK.as_columns())}] * 2)
+        worker, errors = worker_of(duel(["1", "0", "2", "1", "1", "0"]), flow)
+        running = asyncio.ensure_future(worker.run(client))
+        found = {}
+        while len(found) < 8:
+            lease = await client.lease("compare", 1, "compare")
+            assert lease
+            rows = lease.rows
+            found |= dict(
+                zip(
+                    rows.row_ids.tolist(),
+                    zip(rows.strings("policy"), rows["reward"].tolist(), strict=True),
+                    strict=True,
+                )
+            )
+            await client.write(lease, rows.row_ids, {"advantage": [0.0] * len(rows)})
+        counts = await store.stats()
+        await store.close("done")
+        await running
+        solver, proposer = ("solver", 1.25), ("proposer", -0.25)
+        # group 0: attempt 1 is without the solver, attempt 2 fails; group 1: attempt 2 is without the solver
+        assert found == {
+            0: solver,
+            3: proposer,
+            4: proposer,
+            6: solver,
+            7: solver,
+            9: proposer,
+            10: proposer,
+            11: proposer,
+        }
+        assert (errors.succeeded, errors.failed) == (5, 1)
+        assert (counts["dropped/silent"], counts["dropped/environment_error"]) == (2, 2)
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
 class Compared:

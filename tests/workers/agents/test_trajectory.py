@@ -136,6 +136,32 @@ def test_the_store_takes_any_history(seed: int) -> None:
     assert facts.response_tokens == [sum(numbers) for numbers in batch.column("turn_tokens").to_pylist()]
 
 
+def test_each_policy_has_its_own_turns_reward_and_messages() -> None:
+    mine, yours = turn(0, [1], [2]), replace(turn(1, [1, 2, 3], [4, 5]), policy="proposer")
+    said = [{"role": "user", "content": name, "policy": name} for name in ("solver", "proposer")]
+    rewards = {"solver": 1.0, "proposer": -2.0, "judge": 0.0}
+    attempt = Trajectory([replace(mine, policy="solver"), yours], said=said, policy="solver", rewards=rewards)
+    columns = row_columns([attempt.of_policy("solver"), attempt.of_policy("proposer")])
+    assert columns["policy"] == ["solver", "proposer"]
+    assert columns["reward"] == [1.0, -2.0]
+    assert [ids.tolist() for ids in columns["response_ids"]] == [[2], [4, 5]]
+    assert [ids.tolist() for ids in columns["context_ids"]] == [[1], [1, 2, 3]]
+    assert [json.loads(text) for text in columns["transcript"]] == [[message] for message in said]
+    silent = attempt.of_policy("judge").outcome
+    assert (silent.kind, silent.reason) == (REJECTED, "silent")
+    failed = replace(attempt, outcome=AttemptOutcome(FAILED, "timeout"))
+    assert failed.of_policy("judge").outcome == failed.outcome
+
+
+def test_a_comparison_rewards_all_policies_or_some() -> None:
+    attempt = Trajectory([turn(0, [1], [2])], reward=0.5, policy="solver", rewards={"solver": 0.5, "proposer": 0.25})
+    assert attempt.with_reward(2.0).rewards == {"solver": 2.0, "proposer": 2.0}
+    assert attempt.with_reward({"solver": 3.0}).reward == 3.0
+    assert attempt.with_reward({"solver": 3.0}).rewards == {"solver": 3.0, "proposer": 0.25}
+    with pytest.raises(ValueError, match="'propser'; did you mean 'proposer'"):
+        attempt.with_reward({"propser": 1.0})
+
+
 def test_what_failed_is_not_trained() -> None:
     assert [AttemptOutcome(kind).is_trained for kind in (TRUNCATED, REJECTED, FAILED)] == [True, False, False]
 

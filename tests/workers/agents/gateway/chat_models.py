@@ -4,6 +4,7 @@ told to."""
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.conf.errors import WorkerDied
@@ -152,11 +153,14 @@ def make_sampler(
     sampling: Sampling | None = None,
     *,
     clients_sample: bool = False,
+    policies: Sequence[str] = (),
     **limits: int,
 ) -> TurnSampler:
+    """`policies`: those that are trained, of which the first answers where none is named."""
     bounds = TurnLimits(**({"max_model_len": 100_000, "max_tokens": 100_000} | limits))
-    sampling = sampling or Sampling(max_tokens=10_000)
-    return TurnSampler(engines, chat_format(template), sampling, bounds, clients_sample=clients_sample)
+    sampling = replace(sampling or Sampling(max_tokens=10_000), policy=policies[0] if len(policies) > 1 else "")
+    form = chat_format(template)
+    return TurnSampler(engines, form, sampling, bounds, clients_sample=clients_sample, policies=policies)
 
 
 class Dying:

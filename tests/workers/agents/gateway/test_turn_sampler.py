@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.errors import AttemptOver, LimitReached, Rejected
+from penstock.conf.errors import AttemptOver, LimitReached, Rejected, SamplingError
 from penstock.workers.agents.gateway.turn_sampler import turn_seed
 from penstock.workers.agents.trajectory import segments_of
 from penstock.workers.protocols import Sampling
@@ -35,6 +35,43 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> None:
         )
         assert len(segments_of(sampler.turns)) == 1
         assert [message["content"] for message in sampler.last_messages[""]] == ["a", "one", "b", "two"]
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_never_continues_one_of_another_policy() -> None:
+    async def scenario() -> None:
+        engines = Saying(["one", "two", "three", "four"])
+        sampler = make_sampler(engines, sampling=Sampling(seed=5), policies=["solver", "proposer"])
+        first = await sampler.sample([user("a")])
+        other = await sampler.sample([user("a"), said("one"), user("b")], policy="proposer")
+        third = await sampler.sample([user("a"), said("one"), user("b")])
+        await sampler.sample([user("a"), said("one"), user("b"), said("two"), user("c")], policy="proposer")
+        assert [turn.parent for turn in sampler.turns] == [None, None, first.id, other.id]
+        assert [turn.policy for turn in sampler.turns] == ["solver", "proposer"] * 2
+        assert sampler.counts["rewritten_by_client"] == 0
+        assert [sampling.policy for sampling in engines.samplings] == ["solver", "proposer"] * 2
+        assert len({sampling.seed for sampling in engines.samplings}) == 4
+        contents = {name: [one["content"] for one in told] for name, told in sampler.last_messages.items()}
+        assert contents == {"solver": ["a", "one", "b", "three"], "proposer": ["a", "one", "b", "two", "c", "four"]}
+        sampler.forget(third)
+        assert [turn.text for turn in sampler.turns] == ["one", "two", "four"]
+
+    asyncio.run(scenario())
+
+
+def test_an_unknown_policy_is_refused_and_the_one_may_be_named() -> None:
+    async def scenario() -> None:
+        sampler = make_sampler(Saying(["one", "two"]), policies=["solver", "proposer"])
+        with pytest.raises(SamplingError, match="did you mean 'proposer'"):
+            await sampler.sample([user("a")], policy="propser")
+        assert (await sampler.sample([user("a")], train=False, policy="proposer")).policy == "proposer"
+        assert sampler.turns == []
+        engines = Saying(["one"])
+        alone = make_sampler(engines, policies=["solver"])
+        assert (await alone.sample([user("a")], policy="solver")).policy == engines.samplings[0].policy == ""
+        with pytest.raises(SamplingError, match="Known: solver"):
+            await alone.sample([user("a")], policy="proposer")
 
     asyncio.run(scenario())
 

@@ -1,7 +1,7 @@
 """A gateway on loopback with one attempt, and the real clients of both protocols."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,10 +64,11 @@ async def gateway(
     max_body_bytes: int = 2**20,
     max_retries: int = 0,
     clients_sample: bool = False,
+    policies: Sequence[str] = (),
     **limits: int,
 ) -> AsyncIterator[Gateway]:
     engines, keys = Saying(texts), AttemptKeys()
-    sampler = make_sampler(engines, template, sampling, clients_sample=clients_sample, **limits)
+    sampler = make_sampler(engines, template, sampling, clients_sample=clients_sample, policies=policies, **limits)
     server = HttpServer(keys, waiting_s=waiting_s, max_body_bytes=max_body_bytes)
     keys.base_url = await server.start("127.0.0.1", 0)
     url, key = keys.admit(sampler)

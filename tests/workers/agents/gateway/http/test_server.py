@@ -115,6 +115,35 @@ def test_there_is_one_model_by_whatever_name() -> None:
     play(scenario())
 
 
+def test_a_client_chooses_one_of_several_policies_by_its_model() -> None:
+    async def scenario() -> None:
+        names = ["solver", "proposer"]
+        async with gateway(lambda prompt: "4", policies=names) as open_gateway:
+            client = open_gateway.openai
+            assert [model.id async for model in client.models.list()] == names
+            assert [model.id async for model in open_gateway.anthropic.models.list()] == names
+            for name in ("proposer", "gpt-5", "solver"):
+                answer = await client.chat.completions.create(model=name, messages=[USER])
+                assert answer.model == name
+            await open_gateway.anthropic.messages.create(model="proposer", messages=[USER], max_tokens=9)
+            said = ["proposer", "solver", "solver", "proposer"]
+            assert [turn.policy for turn in open_gateway.sampler.turns] == said
+            assert [sampling.policy for sampling in open_gateway.engines.samplings] == said
+
+    play(scenario())
+
+
+def test_a_retry_gets_the_answer_of_the_policy_that_it_asks() -> None:
+    async def scenario() -> None:
+        async with gateway(["one", "two", "three"], policies=["solver", "proposer"]) as open_gateway:
+            completions, again = open_gateway.openai.chat.completions, {"x-stainless-retry-count": "1"}
+            for name, headers, text in (("solver", {}, "one"), ("proposer", again, "two"), ("solver", again, "one")):
+                answer = await completions.create(model=name, messages=[USER], extra_headers=headers)
+                assert answer.choices[0].message.content == text
+
+    play(scenario())
+
+
 def test_a_turn_that_takes_long_is_waited_for_with_signs_of_life() -> None:
     async def scenario() -> None:
         async with gateway(["one", "two", "three"], waiting_s=0.01) as open_gateway:
