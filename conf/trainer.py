@@ -355,6 +355,11 @@ class TrainerConfig:
             )
         return replace(self.optimizer, **own)
 
+    @property
+    def num_policies(self) -> int:
+        """Number of policies that are trained."""
+        return max(1, len(self.policies))
+
     def every(self, policy: str) -> int:
         """See `PolicyConfig.every`; 1 for the only policy."""
         return self.policies[policy].every if policy in self.policies else 1

@@ -98,12 +98,13 @@ class RankSetting:
 
     @property
     def num_trained(self) -> float:
-        """Parameters that get gradients and moments."""
+        """Parameters that get gradients and moments; of several policies, those of all."""
         if not self.is_trained:
             return 0
         if self.config.lora.rank:
-            lora = self.config.lora
-            return self.shape.adapter_parameters(lora.rank, lora.target_modules) / self.config.tensor_parallel_size
+            lora, count = self.config.lora, 1 if self.is_scalar else self.config.num_policies
+            own = self.shape.adapter_parameters(lora.rank, lora.target_modules)
+            return count * own / self.config.tensor_parallel_size
         return self.num_parameters - (0 if self.trains_tower else self.shape.tower_parameters)
 
     @property

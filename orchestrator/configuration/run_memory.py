@@ -290,7 +290,8 @@ class RunMemory:
         config, shape = self.config, self.shapes["policy"]
         b = 2 if config.rollout.dtype == "bfloat16" else 4
         if config.trainer.lora.publishes_adapter:
-            return b * shape.adapter_parameters(config.trainer.lora.rank, config.trainer.lora.target_modules)
+            own = shape.adapter_parameters(config.trainer.lora.rank, config.trainer.lora.target_modules)
+            return b * own * config.trainer.num_policies
         return b * shape.num_parameters
 
     @property
@@ -447,7 +448,7 @@ def _trained(memory: RunMemory) -> list[float]:
     shape, lora = memory.shapes["policy"], memory.config.trainer.lora
     frozen = shape.tower_parameters if memory.config.trainer.freezes_tower else 0
     whole = shape.adapter_parameters(lora.rank, lora.target_modules) if lora.rank else shape.num_parameters - frozen
-    return [float(whole)] * len(memory.trained)
+    return [float(whole * memory.config.trainer.num_policies), float(whole)][: len(memory.trained)]
 
 
 AUTO_KEYS = (

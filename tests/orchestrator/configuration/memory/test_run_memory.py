@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.conf.errors import ResourceError
+from penstock.conf.trainer import PolicyConfig
 from penstock.orchestrator.cluster.placement.actors import needed
 from penstock.orchestrator.cluster.placement.nodes import Node
 from penstock.orchestrator.configuration.compose import load_config
@@ -154,6 +155,22 @@ def test_ranks_make_room_in_host_memory_and_engines_only_beside_adapters(view: C
     adapters = ("trainer.lora.rank=8", "trainer.lora.publish=adapter")
     assert parts("placement=colocated", *adapters)[asleep] == 2 * parameters
     assert asleep not in parts(*adapters)
+
+
+def test_each_further_policy_is_an_adapter_more(view: Callable[..., MemoryView]) -> None:
+    shown = view(SMALL, "trainer.num_ranks=2", "trainer.lora.rank=8", "trainer.lora.publish=adapter")
+    one = memory_of(shown)
+    trainer = replace(one.config.trainer, policies={"a": PolicyConfig(), "b": PolicyConfig()})
+    two = replace(one, config=replace(one.config, trainer=trainer))
+    adapter = shape_of(SMALL).adapter_parameters(8, ["all-linear"])
+    before, after = ({part.name: part.num_bytes for part in host_parts(each, shown.plan)} for each in (one, two))
+    more = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert more == {
+        "publications of the weights": 2 * 2 * adapter,
+        "copies of the state": 2 * 12 * adapter,
+        "copy that a checkpoint is written from": 12 * adapter,
+    }
+    assert two.ranks["policy"].total - one.ranks["policy"].total == pytest.approx((12 + 4) * adapter / 2, rel=0.3)
 
 
 def test_activations_that_wait_on_the_host_are_its_and_layers_are_recomputed(view: Callable[..., MemoryView]) -> None:
