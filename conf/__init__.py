@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from penstock.conf.trainer import DeepSpeedConfig as DeepSpeedConfig
     from penstock.conf.trainer import LoraConfig as LoraConfig
     from penstock.conf.trainer import OptimizerConfig as OptimizerConfig
+    from penstock.conf.trainer import PolicyConfig as PolicyConfig
     from penstock.conf.trainer import ReplayConfig as ReplayConfig
     from penstock.conf.trainer import TrainerConfig as TrainerConfig
     from penstock.conf.weights import WeightsConfig as WeightsConfig
