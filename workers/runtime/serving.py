@@ -124,7 +124,8 @@ class Serving:
         if self._client is not None:
             await self._client.retire()
         elif self._running is not None:  # it waits for its turn, and has leased nothing
-            self._running.cancel()
+            running, self._running = self._running, None  # so `run` returns
+            running.cancel()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more leases, and finish those that are held; after `timeout_s` give the rest back. Then `run` has

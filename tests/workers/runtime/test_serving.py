@@ -75,6 +75,26 @@ def test_a_second_run_with_the_same_store_is_the_first() -> None:
     run(body)
 
 
+def test_a_run_that_is_retired_before_it_serves_returns_and_another_serves_anew() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        loop = Loop()
+        serving = Serving(loop.serve)
+        running = asyncio.create_task(serving.run(store))
+        await asyncio.sleep(0)  # it has begun, and its task has not
+        await serving.retire()
+        await serving.drain(1.0)
+        await asyncio.wait_for(running, 5)
+        assert loop.most == 0
+        again = asyncio.create_task(serving.run(store))
+        await client.put_groups([group()])
+        while not (await store.stats()).get("completed/rollout"):
+            await asyncio.sleep(0.005)
+        await store.close("done")
+        await asyncio.wait_for(again, 5)
+
+    run(body)
+
+
 def test_a_run_after_one_that_has_failed_serves_anew() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         failures = iter([RuntimeError("broken")])
