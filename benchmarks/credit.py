@@ -3,7 +3,7 @@
     python -m benchmarks.credit --json credit.json                            # all of it
     python -m benchmarks.credit --sides guess minigrid --json credit.json     # some tasks
 
-Each task and seed has one warm start, from which every advantage starts. Accuracy is greedy, on held-out tasks, before
+Each task has one warm start, from which every advantage and seed starts. Accuracy is greedy, on held-out tasks, before
 and after. `mt_grpo` needs turns with rewards of their own, which `narrowing` has; on the others it is `grpo`.
 """
 
@@ -23,7 +23,7 @@ WORDS = [
     "forward", "left", "right",
 ]  # fmt: skip
 DEADLINE_S = 1800.0
-NUM_STEPS = 24
+NUM_STEPS = 20
 TASKS = {
     "guess": ("guess", "accuracy/heldout", []),
     "narrowing": ("guess", "accuracy/heldout", ["environment.options.narrowing=0.2"]),
@@ -86,7 +86,8 @@ def measure(task: str, credit: str, seed: int, work: Path, num_steps: int) -> di
             [f"recipe={recipe}_sft", f"name={warm}", *common, *WARM.get(task, [])], work / f"{warm}.log", DEADLINE_S
         )
     words = [
-        f"recipe={recipe}", f"name={name}", *common, f"model.path={work / warm / 'model'}", "warm_start.recipe=null",
+        f"recipe={recipe}", f"name={name}", f"seed={seed}", f"output_dir={work}", "rollout.engine=hf",
+        f"model.path={work / warm / 'model'}", "warm_start.recipe=null",
         f"trainer.max_steps={num_steps}", f"evaluation.every_steps={num_steps}", *changes, *CREDITS[credit],
     ]  # fmt: skip
     seconds = penstock(words, work / f"{name}.log", DEADLINE_S)

@@ -24,6 +24,8 @@ MORE = (
     "token_versions",
     "transcript",
     "turn_tokens",
+    "turn_rewards",
+    "turn_ids",
     "pictures",
 )
 """Columns of samples that are as rows say them, if any does."""

@@ -116,12 +116,13 @@ def sampled(group: int, reward: float) -> dict[str, Any]:
 def talk() -> dict[str, Any]:
     said = [
         {"role": "user", "content": "How much is two and two?"},
-        {"role": "assistant", "content": "", "reasoning_content": "I had better ask.",
+        {"role": "assistant", "content": "", "reasoning_content": "I had better ask.", "turn": 0,
          "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}]},
         {"role": "tool", "content": "4"},
-        {"role": "assistant", "content": HACK},
+        {"role": "assistant", "content": HACK, "turn": 1},
     ]  # fmt: skip
-    return sampled(5, 1.0) | {"transcript": json.dumps(said), "turn_tokens": [2, 2]}
+    turns = {"turn_tokens": [2, 2], "turn_ids": [1, 0], "turn_rewards": [0.5, 0.0]}
+    return sampled(5, 1.0) | {"transcript": json.dumps(said), "advantage": [-0.25, -0.25, 0.75, 0.75]} | turns
 
 
 def make_seen(path: Path) -> Path:

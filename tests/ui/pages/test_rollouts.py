@@ -116,9 +116,18 @@ def test_a_conversation_is_told_with_its_tools_and_its_turns(page: Page, address
     expect(said.nth(1)).to_contain_text("I had better ask.")
     expect(said.nth(1).locator(".call")).to_have_text('add({"a":2,"b":2})')
     page.get_by_label("colour of tokens").select_option("turn")
-    expect(page.locator("pre.tokens .turn")).to_have_count(1)
+    expect(page.locator("pre.tokens .turn")).to_have_count(2)
     titles = [token.get_attribute("title") or "" for token in page.locator("pre.tokens span:not(.turn)").all()]
     assert ["turn 1" in title for title in titles] == [True, True, False, False]
+
+
+def test_each_turn_has_its_credit_whatever_the_order_of_its_tokens(page: Page, address: str) -> None:
+    opened(page, address, "?last_step=10")
+    said = page.locator(".said")
+    told = [said.nth(place).locator(".credit").all_inner_texts() for place in range(4)]
+    assert told == [[], ["credit 0.75 · reward 0"], [], ["credit -0.25 · reward 0.5"]]
+    marks = page.locator("pre.tokens .turn").all_inner_texts()
+    assert [mark.strip() for mark in marks] == ["¶ credit -0.25 · reward 0.5", "credit 0.75 · reward 0"]
 
 
 @pytest.mark.parametrize("query", ["?group=1", "?last_step=10"])
