@@ -17,7 +17,6 @@ Legend: _N rows (samples) of this rank.
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -174,12 +173,13 @@ class RowsUpdate:
         reports = {name: one.report for name, one in parts.items()}
         metrics = metrics_by_policy({name: one.metrics for name, one in reports.items()})
         metrics |= {f"{name}/rows_left_out": float(count) for name, count in num_left_out.items()}
-        seconds = sum((Counter(one.seconds) for one in reports.values()), Counter[str]())
+        phases = dict.fromkeys(phase for one in reports.values() for phase in one.seconds)
+        seconds = {phase: sum(one.seconds.get(phase, 0.0) for one in reports.values()) for phase in phases}
         norms = [norm for one in reports.values() for norm in one.norms]
         tokens = [one.tokens for one in parts.values() if one.tokens is not None]
         probe = [replace(row, policy=name) for name, one in parts.items() for row in one.probe]
         return cls(
-            UpdateReport(metrics, seconds=dict(seconds), norms=tuple(norms)),
+            UpdateReport(metrics, seconds=seconds, norms=tuple(norms)),
             TokenValues.joined(tokens) if tokens else None,
             tuple(probe),
         )
