@@ -1,8 +1,17 @@
 """Whole runs that train on while a version is evaluated: what is measured is the version that the line names."""
 
-import pytest
+import asyncio
+import json
 
+import pytest
+import ray
+
+from penstock.conf.errors import WeightError
+from penstock.orchestrator.checkpointing.export import export_checkpoint
+from penstock.orchestrator.cluster.weight_sync import WeightSync
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.control.evaluation import Evaluator
+from penstock.orchestrator.control.evaluations import Measuring
 from penstock.orchestrator.run import run
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from tests.run_files import events_of, metrics_of
@@ -48,3 +57,97 @@ def test_engines_of_evaluations_alone_measure_the_same_bits_as_a_blocking_one(sm
         return scores, {line["step"]: line["hash/weights"] for line in lines if "hash/weights" in line}
 
     assert measured("own", "evaluation.num_workers=1") == measured("blocking")
+
+
+def scores_of(directory):
+    """What was measured after each step."""
+    found = {}
+    for line in metrics_of(directory):
+        if "accuracy/heldout" in line:
+            assert line["step"] not in found
+            found[line["step"]] = {key: value for key, value in line.items() if key.startswith("accuracy/")}
+    return found
+
+
+@pytest.fixture
+def measured_words(small_run, tmp_path, cluster):
+    held_out = [word.replace("data.", "evaluation.") for word in small_run if word.startswith("data.path=")]
+    numbers = ["every_steps=2", "num_problems=4", "num_samples=4", "overlap=allow"]
+    return [
+        *small_run, "rollout.engine=hf", *held_out, *(f"evaluation.{word}" for word in numbers),
+        f"output_dir={tmp_path}",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """Names of the engines that were killed: those of the first evaluation beside training, as it began."""
+    names, measure = [], Evaluator._scores
+
+    async def scores(self, fleet, *rest):
+        measuring = asyncio.ensure_future(measure(self, fleet, *rest))
+        if isinstance(fleet, Measuring) and not names:
+            for name, handle in await fleet.present("rollout"):
+                names.append(name)
+                ray.kill(handle)
+        return await measuring
+
+    monkeypatch.setattr(Evaluator, "_scores", scores)
+    return names
+
+
+@pytest.mark.real
+def test_evaluations_whose_own_engine_dies_find_the_same_bits(measured_words, killed, cluster):
+    """The next one loads the publication that was kept: there is no checkpoint."""
+    words = [*measured_words, "trainer.max_steps=7", "checkpoint.every_steps=0"]
+    died = run(load_config([*words, "name=died", "evaluation.num_workers=1"]), quiet=True).directory
+    assert killed == ["Rollout-1"]
+    assert [event["member"] for event in events_of(died) if event["kind"] == "recovered"] == ["Rollout-1"]
+    assert not [event for event in events_of(died) if event["kind"] == "evaluation_lost"]
+    assert scores_of(died) == scores_of(run(load_config([*words, "name=blocking"]), quiet=True).directory)
+
+
+async def gone(self, version, members):
+    raise WeightError(f"version {version} is gone")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_another_engine_measures_the_version_of_a_lent_one_that_dies(
+    is_kept, measured_words, killed, tmp_path, cluster, monkeypatch
+):
+    """From the publication that was kept, or from the checkpoint: the score is that of the exported model."""
+    if not is_kept:
+        monkeypatch.setattr(WeightSync, "load_kept", gone)
+    words = [*measured_words, "rollout.num_workers=2", "max_staleness=2", "trainer.max_steps=9"]
+    died = run(load_config([*words, "name=died", "checkpoint.keep_best=9", "checkpoint.every_steps=9"]), quiet=True)
+    assert len(killed) == 1
+    assert not [event for event in events_of(died.directory) if event["kind"] == "evaluation_lost"]
+    found = scores_of(died.directory)
+    assert sorted(found) == [0, 2, 4, 6, 8, 9]
+    export_checkpoint(f"{died.directory}/checkpoints/global_step_2", tmp_path / "exported")
+    alone = [*measured_words, f"model.path={tmp_path}/exported", "trainer.max_steps=1", "name=alone"]
+    assert found[2] == scores_of(run(load_config(alone), quiet=True).directory)[0]
+    assert max(line.get("staleness/max", 0) for line in metrics_of(died.directory)) <= 2
+
+
+@pytest.mark.real
+def test_a_run_that_resumes_measures_from_checkpoints_what_was_not_measured(measured_words, tmp_path, cluster):
+    words = [
+        *measured_words,
+        "name=parts",
+        "evaluation.num_workers=1",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep_last=9",
+    ]
+    directory = run(load_config([*words, "trainer.max_steps=5"]), quiet=True).directory
+    known, file = scores_of(directory), directory / "metrics.jsonl"
+    own = {"evaluation/step": 2}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines if not own.items() <= line.items()))
+    assert 2 not in scores_of(directory)  # as if the run had died before
+    run(load_config([*words, "trainer.max_steps=7", "resume=auto"]), quiet=True)
+    again = scores_of(directory)
+    assert again[2] == known[2]
+    assert sorted(again) == [0, 2, 4, 5, 6, 7]
+    assert not [event for event in events_of(directory) if event["kind"] == "evaluation_lost"]
