@@ -333,7 +333,7 @@ def test_without_a_cgroup_a_watch_ends_what_takes_too_much(tree, monkeypatch):
     monkeypatch.setattr(cgroup, "own_group", lambda controller: None)
     room = Room(tree, limits=LIMITS)
     workspace = room.open()
-    assert "no control group" in workspace.enforced
+    assert "no control group" in workspace.worker.enforced
     room.run(workspace, "echo 1 > made")
     assert python(room, workspace, GREEDY["memory of children"]).reason == "memory"
     assert "not permitted" in python(room, workspace, "import os\nos.memfd_create('x')").stderr

@@ -296,7 +296,7 @@ class AttemptRunner:
         return self._sandboxes[limits]
 
     def _workspace(
-        self, *arguments: Any, limits: Limits | None, **options: Any
+        self, *arguments: Any, limits: Limits | None = None, **options: Any
     ) -> AbstractAsyncContextManager[Workspace]:
         self._workspaces = self._workspaces or Workspaces()
         limits = limits or LIMITS

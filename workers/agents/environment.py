@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 from penstock.algorithms.graph.columns import ENVIRONMENT_TASK, TASK_MESSAGES
 from penstock.conf.environment import EnvironmentConfig
@@ -37,7 +37,7 @@ from penstock.workers.agents.toolbox import Toolbox
 from penstock.workers.agents.trajectory import Turn
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.sandbox.workspace import Workspace
+from penstock.workers.sandbox.workspace import Workspace, WorkspaceOptions
 from penstock.workers.user_code import find_function, import_file
 
 T = TypeVar("T")
@@ -195,21 +195,13 @@ class Context:
         return self._make_sandbox(limits)
 
     def workspace(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        at: str = "/workspace",
-        show: Sequence[str | os.PathLike[str]] = (),
-        links: Mapping[str, str] | None = None,
-        variables: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
+        self, source: str | os.PathLike[str], **options: Unpack[WorkspaceOptions]
     ) -> AbstractAsyncContextManager[Workspace]:
         """Open a copy-on-write tree for commands that the model wrote, one after the other and with state:
         `async with ctx.workspace("repository.tar.gz") as ws: await ws.run("ls")`. `source`: a directory or an archive,
-        unpacked once a node. `at`: its directory inside. `show`: paths of this machine that commands may read.
-        `links`: symbolic links, by their places. `variables`: of their environment. `limits`: other than those of
-        `workspace.LIMITS`."""
-        return self._make_workspace(source, at=at, show=show, links=links, variables=variables, limits=limits)
+        unpacked once a node. `options`: `at` (its directory inside), `show` (paths of this machine that commands may
+        read), `links`, `variables`, `limits`."""
+        return self._make_workspace(source, **options)
 
     def reward(self, value: float, turn: Turn | None = None, *, policy: str | None = None) -> None:
         """Add to the attempt's reward; with `turn`, to that turn's. Where several policies are trained it counts for

@@ -110,7 +110,22 @@ class Keeper:
         return {"status": status, "in_time": in_time, "cpu_s": usage.ru_utime + usage.ru_stime}
 
     def run_child(self, files: list[int]) -> NoReturn:
-        run_child(files, self.limits, self.program)
+        """Run, and end. A failure before the fence stands ends the process without running anything."""
+        code = 70
+        try:
+            code = self.run(files)
+        except BaseException as error:  # noqa: BLE001 - nothing may return to where the keeper was
+            os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+        finally:
+            os._exit(code)
+
+    def run(self, files: list[int]) -> int:
+        """Fence in, and run; return the exit code."""
+        take_files(files)
+        fence_in(self.limits, self.program)
+        with open(REQUEST, "rb") as file:
+            request = json.loads(file.read())
+        return run_calls(request) if "calls" in request else run_main(request["source"])
 
     def _wait(self, pid: int, wall_s: float) -> bool:
         """Wait for a process; return whether it ended in time. If not, or when the worker is gone, it is killed."""
@@ -123,21 +138,6 @@ class Keeper:
             os.kill(pid, signal.SIGKILL)
         os.close(process)
         return bool(ready)
-
-
-def run_child(files: list[int], limits: dict[str, Any], program: bytes) -> NoReturn:
-    """Fence in, run, and end. A failure before the fence stands ends the process without running anything."""
-    code = 70
-    try:
-        take_files(files)
-        fence_in(limits, program)
-        with open(REQUEST, "rb") as file:
-            request = json.loads(file.read())
-        code = run_calls(request) if "calls" in request else run_main(request["source"])
-    except BaseException as error:  # noqa: BLE001 - nothing may return to where the keeper was
-        os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
-    finally:
-        os._exit(code)
 
 
 def take_files(files: list[int]) -> None:

@@ -16,6 +16,7 @@ they belong to the process.
 
 import _socket
 import fcntl
+import filecmp
 import fnmatch
 import json
 import os
@@ -52,8 +53,6 @@ LISTEN, LOOPBACK, BACKLOG = b"listen ", "127.0.0.1", 64
 SAME_READ_BYTES = 1 << 20
 PACKED_LINE_BYTES = 1024
 """Bytes of a change's line, by a generous guess: its path and facts."""
-MAX_LINKS = 40
-"""Largest number of symbolic links that are followed for one path, as the kernel has it."""
 Change = tuple[str, str, dict[str, Any]]
 """Kind of a change ("removed", "directory", "link" or "file"), path in the tree, and facts."""
 
@@ -161,25 +160,19 @@ class WorkspaceKeeper(Keeper):
         words = [*sys.orig_argv[:-1], options]
         os.execv("/bin/sh", ["sh", "-c", 'read -r line <&3 && exec "$0" "$@"', *words])
 
-    def run_child(self, files: list[int]) -> NoReturn:
-        code = 70
-        try:
-            request: dict[str, Any] = json.loads(os.pread(files[REQUEST], os.fstat(files[REQUEST]).st_size, 0))
-            task = request.get("do", "python")
-            is_code = task in ("run", "python")
-            take_files(files if is_code else [*files, self.upper])
-            # Where memory runs out, the kernel is to end commands and not the keeper, which has the tree. They cannot
-            # undo this in a /proc that is read-only.
-            os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
-            if is_code:
-                checked("mount", b"proc", b"/proc", b"proc", READ_ONLY | NO_SUID_DEVICES | NO_PROGRAMS, None)
-            fence_in(self.limits if is_code else self.limits | {"file_bytes": self._packed_bytes()}, self.program)
-            os.chdir(self.at)
-            code = getattr(self, f"do_{task}")(request) or 0
-        except BaseException as error:  # noqa: BLE001 - nothing may return to where the keeper was
-            os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
-        finally:
-            os._exit(code)
+    def run(self, files: list[int]) -> int:
+        request: dict[str, Any] = json.loads(os.pread(files[REQUEST], os.fstat(files[REQUEST]).st_size, 0))
+        task = request.get("do", "python")
+        is_code = task in ("run", "python")
+        take_files(files if is_code else [*files, self.upper])
+        # Where memory runs out, the kernel is to end commands and not the keeper, which has the tree. They cannot undo
+        # this in a /proc that is read-only.
+        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
+        if is_code:
+            checked("mount", b"proc", b"/proc", b"proc", READ_ONLY | NO_SUID_DEVICES | NO_PROGRAMS, None)
+        fence_in(self.limits if is_code else self.limits | {"file_bytes": self._packed_bytes()}, self.program)
+        os.chdir(self.at)
+        return getattr(self, f"do_{task}")(request) or 0
 
     def _packed_bytes(self) -> int:
         """Largest size of a file with all changes: sparse files are longer than the memory that they take."""
@@ -208,8 +201,8 @@ class WorkspaceKeeper(Keeper):
     def do_pack(self, request: dict[str, Any]) -> None:
         """Write all changes of the tree and of /tmp."""
         with open(ANSWER, "wb") as target:
-            for root, place in (("tree", UPPER), ("tmp", "/tmp")):
-                for kind, path, facts in self._changes() if root == "tree" else changes(place, ""):
+            for root, place, found in (("tree", UPPER, self._changes()), ("tmp", "/tmp", changes("/tmp", os.devnull))):
+                for kind, path, facts in found:
                     target.write(json.dumps([root, kind, path, facts]).encode() + b"\n")
                     if kind == "file":
                         send(f"{place}/{path}", target, facts["size"])
@@ -226,11 +219,11 @@ class WorkspaceKeeper(Keeper):
                 if protected is not None and (root == "tmp" or is_protected(path, protected)):
                     source.seek(size, os.SEEK_CUR)
                     continue
-                if kind != "directory" and is_directory(f"{LOWER}/{path}"):
+                if protected is not None and kind != "directory" and is_directory(f"{LOWER}/{path}"):
                     replaced.append(path)
                 apply(kind, f"{self.at if root == 'tree' else '/tmp'}/{path}", facts, source)
-        for path in replaced if protected is not None else ():
-            for original in protected_below(path, protected or []):
+        for original in (original for path in replaced for original in files_below(path)):
+            if is_protected(original, protected or []):
                 self._restore(original)
 
     def do_place(self, request: dict[str, Any]) -> None:
@@ -254,7 +247,7 @@ class WorkspaceKeeper(Keeper):
                     target.write(difference(path, f"{UPPER}/{path}"))
 
     def _changes(self) -> Iterator[Change]:
-        return changes(UPPER, LOWER) if self.kind == "overlay" else differences(UPPER, LOWER)
+        return changes(UPPER, LOWER, self.kind)
 
     def _restore(self, path: str) -> None:
         place = self._real_path(path)
@@ -264,59 +257,50 @@ class WorkspaceKeeper(Keeper):
     def _real_path(self, path: str) -> str:
         """Place of a path of the original tree, below directories that are, or are made, as they are there: a link that
         leads elsewhere is replaced."""
-        done, num_links = "", 0
-        *parts, name = path.split("/")
-        while parts:
-            rel = os.path.join(done, parts.pop(0))
-            place, original = f"{self.at}/{rel}", f"{LOWER}/{rel}"
-            if os.path.islink(original):
-                target, num_links = os.readlink(original), num_links + 1
-                parts = os.path.normpath(os.path.join(done, target)).split("/") + parts
-                if parts[0] in ("", "..") or num_links > MAX_LINKS:
-                    raise ValueError(f"{path}: {rel} is a link to {target} in the original tree, out of it")
-                if not os.path.islink(place) or os.readlink(place) != target:
-                    remove(place)
-                    os.symlink(target, place)
-                done = ""
-                continue
-            if not is_directory(place):
+        above, name = os.path.split(path)
+        if not above:
+            return f"{self.at}/{name}"
+        place = self._real_path(above)
+        if os.path.islink(f"{LOWER}/{above}"):
+            target = os.readlink(f"{LOWER}/{above}")
+            if not os.path.islink(place) or os.readlink(place) != target:
                 remove(place)
-                os.mkdir(place)
-            done = "" if rel == "." else rel
-        return os.path.join(self.at, done, name)
+                os.symlink(target, place)
+            path = os.path.relpath(os.path.join(os.path.dirname(place), target, name), self.at)
+            if path.startswith("../"):
+                raise ValueError(f"{above} is a link to {target} in the original tree, out of it")
+            return self._real_path(path)
+        if not is_directory(place):
+            remove(place)
+            os.mkdir(place)
+        return f"{place}/{name}"
 
 
-def changes(upper: str, lower: str) -> Iterator[Change]:
-    """Changes that an upper layer of overlayfs holds, directories before what is in them. `lower`: empty for none."""
+def changes(upper: str, lower: str, kind: str = "overlay") -> Iterator[Change]:
+    """What makes an original tree into another one, directories before what is in them. `upper`: of overlayfs, or a
+    full copy."""
+    if kind == "copy":
+        yield from missing(upper, lower)
     for place, path, found in entries_of(upper):
-        if stat.S_ISCHR(found.st_mode):
-            yield "removed", path, {}
-        elif stat.S_ISDIR(found.st_mode):
-            if lower and os.path.lexists(f"{lower}/{path}") and is_opaque(place):
-                yield "removed", path, {}
-            yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
-        else:
-            yield from change_of(place, path, found)
-
-
-def differences(tree: str, lower: str) -> Iterator[Change]:
-    """Changes of a full copy: what differs from the original tree, and what is missing."""
-    for place, names, files in os.walk(lower):
-        rel = os.path.relpath(place, lower)
-        for name in sorted(names + files):
-            path = name if rel == "." else f"{rel}/{name}"
-            if not os.path.lexists(f"{tree}/{path}"):
-                yield "removed", path, {}
-        names[:] = [name for name in names if is_directory(f"{tree}/{rel}/{name}")]
-    for place, path, found in entries_of(tree):
         original = f"{lower}/{path}"
         if stat.S_ISDIR(found.st_mode):
-            if os.path.lexists(original) and not is_directory(original):
+            is_new = not is_directory(original) or is_opaque(place)
+            if is_new and os.path.lexists(original):
                 yield "removed", path, {}
-            if not is_directory(original) or mode_of(original) != stat.S_IMODE(found.st_mode):
+            if is_new or mode_of(original) != stat.S_IMODE(found.st_mode):
                 yield "directory", path, {"mode": stat.S_IMODE(found.st_mode)}
         elif not is_same(place, original):
             yield from change_of(place, path, found)
+
+
+def missing(tree: str, lower: str) -> Iterator[Change]:
+    """What of an original tree is not in a copy."""
+    for place, names, files in os.walk(lower):
+        rel = os.path.relpath(place, lower)
+        for name in sorted(names + files):
+            if not os.path.lexists(f"{tree}/{rel}/{name}"):
+                yield "removed", os.path.normpath(f"{rel}/{name}"), {}
+        names[:] = [name for name in names if is_directory(f"{tree}/{rel}/{name}")]
 
 
 def entries_of(root: str) -> Iterator[tuple[str, str, os.stat_result]]:
@@ -403,18 +387,15 @@ def mode_of(place: str) -> int:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Return whether two files or links are equal, in their bytes and modes."""
-    if not os.path.lexists(other) or os.lstat(one).st_mode != os.lstat(other).st_mode:
+    """Return whether two files or links are equal, in their bytes, modes and times."""
+    if not os.path.lexists(other):
         return False
-    if os.path.islink(one):
+    first, second = os.lstat(one), os.lstat(other)
+    if (first.st_mode, first.st_mtime_ns) != (second.st_mode, second.st_mtime_ns):
+        return False
+    if stat.S_ISLNK(first.st_mode):
         return os.readlink(one) == os.readlink(other)
-    if os.path.getsize(one) != os.path.getsize(other):
-        return False
-    with open(one, "rb") as first, open(other, "rb") as second:
-        while data := first.read(SAME_READ_BYTES):
-            if data != second.read(SAME_READ_BYTES):
-                return False
-    return True
+    return stat.S_ISREG(first.st_mode) and filecmp.cmp(one, other, shallow=False)
 
 
 def is_protected(path: str, protected: list[str]) -> bool:
@@ -425,10 +406,6 @@ def is_protected(path: str, protected: list[str]) -> bool:
     return not (above | {f"./{path}" for path in above}).isdisjoint(protected) or any(
         fnmatch.fnmatchcase(part, name) for part in parts for name in protected
     )
-
-
-def protected_below(path: str, protected: list[str]) -> Iterator[str]:
-    yield from (found for found in files_below(path) if is_protected(found, protected))
 
 
 def files_below(path: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ import shutil
 import stat
 import tarfile
 import tempfile
+import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -29,11 +30,13 @@ SUFFIXES = ("tar", "tar.gz", "tgz", "tar.bz2", "tar.xz", "zip")
 
 
 class OriginalTree:
-    """A tree that this process uses. Lifecycle: `of` a source, `close`."""
+    """A tree that this process uses. Lifecycle: `of` a source, `close`; without that, it is used as long as the object
+    is there."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        self.path, self._lock = path, lock
+        self.path = path
         """Directory of the tree, which is not written to."""
+        self._release = weakref.finalize(self, os.close, lock)
 
     @classmethod
     def of(cls, source: Path, owner: int | None) -> "OriginalTree":
@@ -61,9 +64,8 @@ class OriginalTree:
 
     def close(self) -> None:
         """Give the tree up. It is removed if nobody else uses it."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._release.alive:
+            self._release()
             sweep(self.path.parent.parent)
 
 

@@ -133,7 +133,7 @@ class FenceWorker:
         return f"a control group of version {self.cgroup.version} holds memory and processes {cpu} of an execution"
 
     async def execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None = None) -> Ending:
-        """Run what `inside.run_child` understands, for `wall_s` at most (default: the limits')."""
+        """Run what `inside.Keeper.run` understands, for `wall_s` at most (default: the limits')."""
         with ExitStack() as files:
             return await self.execute_with(files, request, memory_file(files, stdin, sealed=True), wall_s)
 

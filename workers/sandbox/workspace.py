@@ -18,15 +18,15 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from penstock.conf.errors import ConfigError, NotStarted, WorkspaceError
-from penstock.workers.runtime.async_tasks import time_limit_paused
+from penstock.workers.runtime.async_tasks import cancel_all, time_limit_paused
 from penstock.workers.sandbox.execution import MIB, Ending, Limits, ProgramOutcome, outcome_of
 from penstock.workers.sandbox.fence import UID, FencePrograms, WorkspaceView
 from penstock.workers.sandbox.original_tree import OriginalTree
 from penstock.workers.sandbox.relay import reaching
-from penstock.workers.sandbox.sandbox import BlockingSandbox, check
+from penstock.workers.sandbox.sandbox import Sandbox, check
 from penstock.workers.sandbox.sandbox_worker import memory_file
 from penstock.workers.sandbox.workspace_worker import IDLE_S, WorkspaceWorker
 
@@ -56,33 +56,84 @@ eval "$2"
 """
 """What a command of a shell runs in, with the file of the shell's state and the command as arguments."""
 BASH = "/bin/bash"
+VARIABLES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
 KINDS = {"overlay": "workspaces by overlayfs", "copy": "workspaces by full copies in memory (no overlayfs here)"}
 KEPT_TREES = 8
-"""Trees without a workspace that an actor keeps unpacked for later attempts: those of a few groups."""
+"""Trees that an actor keeps unpacked for later attempts, though no workspace has them: those of a few groups."""
 FILE_BYTES = 2048
 """Bytes of the kernel's own for a file in memory below overlayfs; 1,880 were measured."""
 OWN_S = 120.0
 """Deadline of a request about the tree itself, in seconds."""
 
 
+class WorkspaceOptions(TypedDict, total=False):
+    """Further arguments of `Workspaces.open` and `ctx.workspace`.
+
+    `at`: the tree's directory inside; /workspace. `show`: paths of this machine that commands may read at their own
+    places, such as an environment with the tree's dependencies. `links`: symbolic links at other places, such as
+    {"/logs": "/tmp/logs"}. `variables`: of commands' environment, besides PATH, HOME and the like. `limits`: `LIMITS`.
+    """
+
+    at: str
+    show: Sequence[str | os.PathLike[str]]
+    links: Mapping[str, str] | None
+    variables: Mapping[str, str] | None
+    limits: Limits | None
+
+
 @dataclass(frozen=True)
 class WorkspaceSpec:
     """What the fork of a workspace has in common with it."""
 
-    source: Path
+    tree: OriginalTree
     view: WorkspaceView
     limits: Limits
-    variables: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Environment variables of commands besides PATH, HOME and the like."""
+    variables: Mapping[str, str] = field(compare=False)
+    """Environment of commands."""
+
+    @classmethod
+    def of(cls, tree: OriginalTree, machine: FencePrograms, options: WorkspaceOptions) -> "WorkspaceSpec":
+        """Raises `ConfigError`."""
+        at, limits = options.get("at", "/workspace"), options.get("limits") or LIMITS
+        if limits.memory_bytes <= limits.tmp_bytes + limits.tmp_files * FILE_BYTES:
+            raise ConfigError(
+                f"workspace: memory_bytes={limits.memory_bytes:,} holds what is changed, too: tmp_bytes="
+                f"{limits.tmp_bytes:,}, and {FILE_BYTES} bytes for each of tmp_files={limits.tmp_files:,}. Allow less "
+                "or give more."
+            )
+        if not os.path.isabs(at) or at in ("/", "/tmp") or os.path.normpath(at) != at:
+            raise ConfigError(f"workspace: at={at!r} is no absolute path of a directory other than / and /tmp.")
+        shown = tuple(Path(os.path.realpath(path)) for path in options.get("show", ()))
+        for path in shown:
+            if not path.exists() or any(path.is_relative_to(place) for place in ("/tmp", at, "/proc")):
+                raise ConfigError(
+                    f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
+                    "files of its own. Show a path that lies elsewhere."
+                )
+        view = WorkspaceView(tree.path, at, shown, tuple((options.get("links") or {}).items()))
+        variables = {"PATH": f"{machine.prefix}/bin:/usr/bin:/bin", **VARIABLES, **(options.get("variables") or {})}
+        return cls(tree, view, limits, variables)
 
 
 class Snapshot:
     """What was changed in a workspace's tree and /tmp at one time, in memory; freed with the object."""
 
-    def __init__(self, file: int) -> None:
-        self.file = file
-        self.num_bytes = os.fstat(file).st_size
-        weakref.finalize(self, os.close, file)
+    def __init__(self) -> None:
+        self.file = os.memfd_create("snapshot", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self.file).st_size
+
+    def copied(self) -> "Snapshot":
+        """A copy, whose memory is counted as this process's and not as that of the fence which has written this."""
+        copy, size, offset = Snapshot(), self.num_bytes, 0
+        while offset < size:
+            if not (count := os.sendfile(copy.file, self.file, offset, size - offset)):
+                raise OSError(f"workspace: its changes were {size} bytes and are {offset}")
+            offset += count
+        return copy
 
 
 class Workspace:
@@ -115,11 +166,6 @@ class Workspace:
     def kind(self) -> str:
         """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
         return self.worker.kind
-
-    @property
-    def enforced(self) -> str:
-        """A text that says which limits hold here."""
-        return self.worker.enforced
 
     async def run(
         self,
@@ -155,10 +201,9 @@ class Workspace:
 
     async def snapshot(self) -> Snapshot:
         """Keep what was changed. Raises `WorkspaceError`."""
-        with ExitStack() as files:
-            packed = memory_file(files)
-            await self._own({"do": "pack"}, answer=packed)
-            return await asyncio.shield(asyncio.to_thread(snapshot_of, os.dup(packed)))
+        packed = Snapshot()
+        await self._own({"do": "pack"}, answer=packed.file)
+        return await asyncio.to_thread(packed.copied)
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this workspace or of another one of the same tree. Raises `WorkspaceError`."""
@@ -185,6 +230,10 @@ class Workspace:
         that lie beyond a link of the original that leads out."""
         hidden = {os.path.normpath(path): content for path, content in (files or {}).items()}
         request = {"do": "apply", "protected": [*protected, *(f"./{path}" for path in hidden)]}
+        tree = os.path.realpath(self._spec.tree.path)
+        for path in hidden:
+            if not Path(os.path.realpath(f"{tree}/{os.path.dirname(path)}")).is_relative_to(tree):
+                raise WorkspaceError(f"workspace: {path} lies outside of the original tree")
         try:
             async with await self._host.opened(self._spec, request, await self.snapshot()) as fork:
                 for path, content in hidden.items():
@@ -192,9 +241,6 @@ class Workspace:
                     await fork._own(place, _bytes(content or b""))
                 return await fork.run(command, timeout_s, stdin)
         except WorkspaceError as error:
-            # What the original or the caller names is not the changes' doing.
-            if str(error).startswith(tuple(f"workspace: place {path}: ValueError" for path in hidden)):
-                raise
             return ProgramOutcome("", str(error), 1, 0.0, 0.0, "changes")
 
     def close(self) -> None:
@@ -204,7 +250,7 @@ class Workspace:
         self.worker.close()
         if self._is_open:
             self._is_open = False
-            self._host.release(self._spec.source)
+            self._host.release(self._spec)
 
     async def _run(
         self,
@@ -214,8 +260,7 @@ class Workspace:
         reach: str = "",
         variables: Mapping[str, str] | None = None,
     ) -> ProgramOutcome:
-        environment = self._host.environment(self._spec) | dict(variables or {})
-        request = {"do": "run", "words": words, "environment": environment}
+        request = {"do": "run", "words": words, "environment": {**self._spec.variables, **(variables or {})}}
         ending = await self._execute(request, _bytes(stdin), timeout_s, reach=reach)
         return outcome_of(ending, self._spec.limits)
 
@@ -285,63 +330,30 @@ class Workspaces:
         self._places = asyncio.Semaphore(num_at_once or os.cpu_count() or 1)
         self._machine = machine
         self._trees: dict[Path, asyncio.Task[OriginalTree]] = {}
-        """Trees by their sources, in the order in which they were last asked for."""
-        self._users: Counter[Path] = Counter()
-        """Numbers of workspaces, by source, those that are being opened too."""
+        """The `KEPT_TREES` that were asked for last, by their sources."""
+        self._opened: weakref.WeakSet[OriginalTree] = weakref.WeakSet()
+        self._workers: weakref.WeakSet[WorkspaceWorker] = weakref.WeakSet()
+        """Fences, the closed ones as long as a thread waits for their end."""
+        self._users: Counter[WorkspaceSpec] = Counter()
         self._standby: dict[WorkspaceSpec, asyncio.Task[WorkspaceWorker]] = {}
-        self._closing: set[asyncio.Task[Any]] = set()
         self._checked: set[bool] = set()
         self._starting = asyncio.Lock()
         self._is_closed = False
-        self._workers: weakref.WeakSet[WorkspaceWorker] = weakref.WeakSet()
-        """Fences, the closed ones as long as a thread waits for their end."""
         self.first_kind = "overlay"
         """Kind of trees that is tried first."""
 
     @asynccontextmanager
     async def open(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        at: str = "/workspace",
-        show: Sequence[str | os.PathLike[str]] = (),
-        links: Mapping[str, str] | None = None,
-        variables: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
+        self, source: str | os.PathLike[str], **options: Unpack[WorkspaceOptions]
     ) -> AsyncIterator[Workspace]:
-        """Open a workspace with a tree: a directory or an archive. `at`: its directory inside. `show`: paths of this
-        machine that commands may read at their own places, such as an environment with the tree's dependencies.
-        `links`: symbolic links at other places, such as {"/logs": "/tmp/logs"}. `variables`: of commands' environment.
-        Raises `ConfigError`, `SandboxUnavailable`."""
+        """Open a workspace with a tree: a directory or an archive. Raises `ConfigError`, `SandboxUnavailable`."""
         if self._is_closed:
             raise NotStarted("Workspaces: they are closed. Make others.")
-        limits = limits or LIMITS
-        if limits.memory_bytes <= limits.tmp_bytes + limits.tmp_files * FILE_BYTES:
-            raise ConfigError(
-                f"workspace: memory_bytes={limits.memory_bytes:,} holds what is changed, too: tmp_bytes="
-                f"{limits.tmp_bytes:,}, and {FILE_BYTES} bytes for each of tmp_files={limits.tmp_files:,}. Allow less "
-                "or give more."
-            )
-        if not os.path.isabs(at) or at in ("/", "/tmp") or os.path.normpath(at) != at:
-            raise ConfigError(f"workspace: at={at!r} is no absolute path of a directory other than / and /tmp.")
-        shown = tuple(Path(os.path.realpath(path)) for path in show)
-        for path in shown:
-            if not path.exists() or any(path.is_relative_to(place) for place in ("/tmp", at, "/proc")):
-                raise ConfigError(
-                    f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
-                    "files of its own. Show a path that lies elsewhere."
-                )
-        origin = Path(source)
-        self._users[origin] += 1
-        try:
-            with time_limit_paused():
-                tree = await self._tree(origin)
-            view = WorkspaceView(tree.path, at, shown, tuple((links or {}).items()))
-            spec = WorkspaceSpec(origin, view, limits, dict(variables or {}))
-            async with await self.opened(spec) as workspace:
-                yield workspace
-        finally:
-            self.release(origin)
+        machine = self._machine = self._machine or FencePrograms.here()
+        with time_limit_paused():
+            tree = await self._tree(Path(source), None if machine.setpriv is None else UID)
+        async with await self.opened(WorkspaceSpec.of(tree, machine, options)) as workspace:
+            yield workspace
 
     async def opened(
         self, spec: WorkspaceSpec, request: dict[str, Any] | None = None, snapshot: Snapshot | None = None
@@ -350,7 +362,7 @@ class Workspaces:
         with time_limit_paused():
             worker = await self._worker(spec)
         workspace = Workspace(self, spec, worker)
-        self._users[spec.source] += 1
+        self._users[spec] += 1
         try:
             if request is not None and snapshot is not None:
                 await workspace._own(request, snapshot)
@@ -362,31 +374,18 @@ class Workspaces:
     async def close(self) -> None:
         """End all workspaces, and give their trees up. What does not end in time is logged."""
         self._is_closed = True
-        starting = [*map(_closed, self._standby.values())]
-        self._standby.clear()
-        await asyncio.gather(*self._closing, *starting, return_exceptions=True)
+        await cancel_all(self._standby.values())
         await asyncio.gather(*(worker.closed() for worker in self._workers))
-        trees = list(self._trees.values())
-        self._trees.clear()
-        await asyncio.gather(*map(_close_tree, trees), return_exceptions=True)
+        for tree in list(self._opened):
+            await asyncio.to_thread(tree.close)
 
-    def release(self, source: Path) -> None:
-        """Note that a workspace of this source is closed. Where it was the last one, no fence stands by for others, and
-        of such trees those that were last used stay unpacked."""
-        self._users[source] -= 1
-        if self._users[source] > 0:
-            return
-        del self._users[source]
-        for key in [key for key in self._standby if key.source == source]:
-            self._await_at_end(_closed(self._standby.pop(key)))
-        unused = [found for found in self._trees if found not in self._users]
-        for oldest in unused[: max(0, len(unused) - KEPT_TREES)]:
-            closing = self._trees[oldest].get_loop().create_task(_close_tree(self._trees.pop(oldest)))
-            self._await_at_end(closing)
-
-    def _await_at_end(self, task: "asyncio.Task[Any]") -> None:
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def release(self, spec: WorkspaceSpec) -> None:
+        """Note that a workspace is closed. No fence stands by for forks of the last one."""
+        self._users[spec] -= 1
+        if self._users[spec] == 0:
+            del self._users[spec]
+            if (task := self._standby.pop(spec, None)) is not None:
+                _discard(task)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -398,29 +397,17 @@ class Workspaces:
         finally:
             self._places.release()
 
-    def environment(self, spec: WorkspaceSpec) -> dict[str, str]:
-        """Environment variables of commands."""
-        assert self._machine is not None
-        return {
-            "PATH": f"{self._machine.prefix}/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent",
-            "LANG": "C.UTF-8", "TERM": "dumb", **spec.variables,
-        }  # fmt: skip
-
-    async def _tree(self, source: Path) -> OriginalTree:
+    async def _tree(self, source: Path, owner: int | None) -> OriginalTree:
         """The tree, read once: a source that changes meanwhile does not change the workspaces of later attempts."""
-        if self._machine is None:
-            self._machine = FencePrograms.here()
-        tree = self._trees.pop(source, None)
-        if tree is None or _has_failed(tree):
-            owner = None if self._machine.setpriv is None else UID
-            tree = asyncio.create_task(asyncio.to_thread(OriginalTree.of, source, owner))
-        self._trees[source] = tree
-        try:
-            return await asyncio.shield(tree)
-        except BaseException:
-            if _has_failed(tree) and self._trees.get(source) is tree:
-                del self._trees[source]
-            raise
+        task = self._trees.pop(source, None)
+        if task is None or _has_failed(task):
+            task = asyncio.create_task(asyncio.to_thread(OriginalTree.of, source, owner))
+        self._trees[source] = task
+        for oldest in list(self._trees)[:-KEPT_TREES]:
+            del self._trees[oldest]
+        tree = await asyncio.shield(task)
+        self._opened.add(tree)
+        return tree
 
     async def _worker(self, spec: WorkspaceSpec) -> WorkspaceWorker:
         """The fence that stands by, or a new one; and start the next."""
@@ -430,7 +417,7 @@ class Workspaces:
         try:
             worker = await asyncio.shield(task)
         except BaseException:
-            self._await_at_end(_closed(task))
+            _discard(task)
             raise
         if not self._is_closed and spec not in self._standby:
             self._standby[spec] = asyncio.create_task(self._started(spec))
@@ -455,26 +442,19 @@ class Workspaces:
 def checked_here(all_limits: Iterable[Limits]) -> str:
     """A text that says what holds on this machine, once fences with each of these limits have been started, tried from
     inside and closed. Raises `SandboxUnavailable`."""
-    enforced: list[str] = []
-    for limits in all_limits:
-        if isinstance(limits, WorkspaceLimits):
-            enforced.append(asyncio.run(_tried(limits)))
-            continue
-        fence = BlockingSandbox(limits)
-        try:
-            fence.start()
-            enforced.append(fence.enforced)
-        finally:
-            fence.close()
+    enforced = [asyncio.run(_tried(limits)) for limits in all_limits]
     return f"tried from inside, and no hole found; {'; '.join(dict.fromkeys(enforced))}"
 
 
-async def _tried(limits: WorkspaceLimits) -> str:
+async def _tried(limits: Limits) -> str:
+    if not isinstance(limits, WorkspaceLimits):
+        async with Sandbox(limits, num_workers=1) as sandbox:
+            return sandbox.enforced
     workspaces = Workspaces()
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-") as empty:
             async with workspaces.open(empty, limits=limits) as ws:
-                return f"{KINDS[ws.kind]}; {ws.enforced}"
+                return f"{KINDS[ws.kind]}; {ws.worker.enforced}"
     finally:
         await workspaces.close()
 
@@ -483,40 +463,11 @@ def _has_failed(task: "asyncio.Task[Any]") -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _closed(task: "asyncio.Task[WorkspaceWorker]") -> "asyncio.Task[WorkspaceWorker]":
+def _discard(task: "asyncio.Task[WorkspaceWorker]") -> None:
     """Close a fence that nobody takes, now or when it stands."""
-    if not task.done():
-        task.cancel()
-    elif not task.cancelled() and task.exception() is None:
-        task.result().close()
-    return task
-
-
-async def _close_tree(task: "asyncio.Task[OriginalTree]") -> None:
-    await asyncio.wait([task])
-    if not task.cancelled() and task.exception() is None:
-        await asyncio.to_thread(task.result().close)
+    task.cancel()
+    task.add_done_callback(lambda task: None if _has_failed(task) else task.result().close())
 
 
 def _bytes(content: str | bytes) -> bytes:
     return content.encode(errors="surrogateescape") if isinstance(content, str) else content
-
-
-def snapshot_of(file: int) -> Snapshot:
-    """Copy a file in memory into another one, whose memory is counted as this process's and not as the fence's, and
-    close the first."""
-    try:
-        target = os.memfd_create("snapshot", os.MFD_CLOEXEC)
-        try:
-            size = os.fstat(file).st_size
-            offset = 0
-            while offset < size:
-                if not (count := os.sendfile(target, file, offset, size - offset)):
-                    raise OSError(f"workspace: its changes were {size} bytes and are {offset}")
-                offset += count
-        except BaseException:
-            os.close(target)
-            raise
-        return Snapshot(target)
-    finally:
-        os.close(file)

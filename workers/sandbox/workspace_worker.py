@@ -22,6 +22,7 @@ IDLE_S = 2.0
 """Seconds after which an idle keeper rests. To wake it takes 50 ms, less than a model needs for its next command."""
 CLOSE_S = 30.0
 """Seconds for the processes of a fence that is closed to be gone; takes 0.1 s for 300 MB of changes."""
+ANCILLARY_BYTES = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(4)
 END, REST, RESET, LISTEN, WAKE = b"end", b"rest", b"reset", b"listen %d", b"\n"
 
 
@@ -98,23 +99,12 @@ class WorkspaceWorker(FenceWorker):
     async def reset(self) -> None:
         """Forget all changes of the tree and /tmp."""
         await self._attend()
-        self._ask(RESET)
-        await self._read_owed()
+        await self._asked(RESET)
 
     async def listener(self, port: int) -> socket.socket:
         """A socket that listens on loopback in the workspace's network. Raises `WorkspaceError`."""
         await self._attend()
-        self._ask(LISTEN % port)
-        try:
-            async with asyncio.timeout(START_S):
-                await self._readable()
-            self._num_unread -= 1
-            space = socket.CMSG_SPACE(CREDENTIALS.size) + socket.CMSG_SPACE(4)
-            message, ancillary, _, _ = self.control.recvmsg(4096, space, socket.MSG_CMSG_CLOEXEC)
-            if not message:
-                raise ConnectionError("the program inside ended")
-        except (OSError, TimeoutError) as error:
-            self._lost(f"does not answer ({error or type(error).__name__})")
+        message, ancillary = await self._asked(LISTEN % port)
         for _, kind, data in ancillary:
             if kind == socket.SCM_RIGHTS:
                 listener = socket.socket(fileno=int.from_bytes(data, sys.byteorder))
@@ -133,27 +123,30 @@ class WorkspaceWorker(FenceWorker):
         """Wait until the keeper serves requests and has answered earlier ones."""
         if not self.is_open:
             self._lost("was closed")
-        await self._read_owed()
+        await self._asked()
         if self._is_resting:
-            self._ask(WAKE)
             self._is_resting = False
-            await self._read_owed()
+            await self._asked(WAKE)
 
-    def _ask(self, message: bytes) -> None:
-        with suppress(OSError):  # what is lost is noticed where the answer is read
-            self.control.send(message)
-        self._num_unread += 1
-
-    async def _read_owed(self) -> None:
+    async def _asked(self, message: bytes = b"") -> tuple[bytes, list[Any]]:
+        """Send a message; return its answer, after those that are owed, and what came with it."""
+        answer: tuple[bytes, list[Any]] = b"", []
+        if message:
+            with suppress(OSError):  # what is lost is noticed where the answer is read
+                self.control.send(message)
+            self._num_unread += 1
         try:
             while self._num_unread:
                 async with asyncio.timeout(START_S):
                     await self._readable()
                 self._num_unread -= 1
-                if not self.control.recv(4096):
+                space = ANCILLARY_BYTES if message and not self._num_unread else 0  # of older answers nothing is taken
+                answer = self.control.recvmsg(4096, space, socket.MSG_CMSG_CLOEXEC)[:2]
+                if not answer[0]:
                     raise ConnectionError("the program inside ended")
         except (OSError, TimeoutError) as error:
             self._lost(f"does not answer ({error or type(error).__name__})")
+        return answer
 
     def _lost(self, what: str) -> NoReturn:
         self.close()
