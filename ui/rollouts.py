@@ -272,7 +272,7 @@ class Rollouts:
         return lines
 
 
-TEXTS = ("task", "response_text", "transcript")
+TEXTS = ("task", "response_text", "transcript", "policy")
 
 
 def _texts(file: parquet.ParquetFile) -> pa.Table:

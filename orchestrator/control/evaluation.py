@@ -7,7 +7,7 @@ The controller evaluates between two publications: the engines serve exactly one
 import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -43,6 +43,8 @@ class Score:
     """The reward that says whether it is right: the first of `rewards`. A `Reward` may say it by its accuracy."""
     total: float
     """The reward that is trained on."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """The environment's rewards of the policies that spoke, where several are trained."""
 
     def right(self, least: float) -> float:
         """How right the response is, from 0 to 1: its accuracy, or whether the reward is at least `least`."""
@@ -210,7 +212,10 @@ class EnvironmentEvaluator(Evaluator):
         ]
         tasks = [held_out.tasks[index] for index, _, _ in kept]
         scores = await self._score_attempts(fleet, tasks, [attempt for _, _, attempt in kept])
-        found = {(index, place): score for (index, place, _), score in zip(kept, scores, strict=True)}
+        found = {
+            (index, place): None if score is None else replace(score, rewards=attempt.rewards)
+            for (index, place, attempt), score in zip(kept, scores, strict=True)
+        }
         return [
             [found.get((index, place)) for place, attempt in enumerate(group) if attempt.outcome.kind != REJECTED]
             for index, group in enumerate(groups)
@@ -276,10 +281,13 @@ class EnvironmentEvaluator(Evaluator):
         return [value if isinstance(value, float) else None for value in values]
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
-        """Mean reward of the attempts that have one, since an environment's may be more than right or wrong; and the
-        share that was rejected, if any was."""
-        known = [score.total for of_one in scores for score in of_one if score is not None]
-        found = {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
+        """Mean reward of the attempts that have one, since an environment's may be more than right or wrong, and that
+        of each of several policies; and the share that was rejected, if any was."""
+        scored = [score for of_one in scores for score in of_one if score is not None]
+        found = {f"heldout_reward/{name}": _mean(score.total for score in scored)} if scored else {}
+        for policy in dict.fromkeys(policy for score in scored for policy in score.rewards):
+            own = [score.rewards[policy] for score in scored if policy in score.rewards]
+            found[f"{policy}/heldout_reward/{name}"] = _mean(own)
         rejected = _mean(not of_one for of_one in scores)
         return found | ({f"heldout_rejected/{name}": rejected} if rejected else {})
 

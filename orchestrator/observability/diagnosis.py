@@ -13,17 +13,19 @@ good; `Stalls` says earlier where it hangs, and ends nothing.
 """
 
 import asyncio
+import copy
 import math
 import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.observability.charts.known_curves import KnownCurves
+from penstock.orchestrator.observability.charts.themes import policies_in
 from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
@@ -49,6 +51,7 @@ class History:
         """Values of the first steps, by metric."""
         self._last: deque[Mapping[str, Any]] = deque(maxlen=window + 1)
         self._num_steps = 0
+        self._policy = ""
         self._looks: dict[str, deque[tuple[int, Mapping[str, Any]]]] = {}
         """The last steps with a look at an engine, by its name."""
 
@@ -65,11 +68,24 @@ class History:
 
     def last(self, key: str) -> list[float]:
         """Values of a metric in those of the last steps that have it."""
-        return _values(list(self._last)[-self.window :], key)
+        return _values(list(self._last)[-self.window :], self._own(key))
 
     def first(self, key: str) -> list[float]:
         """Values of a metric in the first steps that have it: as many as `last` at least."""
-        return self._first.get(key, [])
+        return self._first.get(self._own(key), [])
+
+    def of_policies(self) -> dict[str, "History"]:
+        """The history of each policy by name, where several are trained: the same, with its own update and reward in
+        the place of the policy's."""
+        found = {}
+        for name in policies_in(self._last[-1] if self._last else ()):
+            found[name] = own = copy.copy(self)
+            own._policy = name
+        return found
+
+    def _own(self, key: str) -> str:
+        is_own = self._policy and key.startswith(("actor/", "reward/"))
+        return f"{self._policy}/{key.removeprefix('actor/')}" if is_own else key
 
     def increase(self, key: str) -> float:
         """Increase of a counter within the window, for counters that only grow. 0 where it was reset."""
@@ -116,8 +132,9 @@ def _each(lines: Iterable[Mapping[str, Any]], key: str) -> Iterator[float]:
 SAME = 1e-9
 """Largest difference of rewards that count as the same."""
 FILTERED = "no_signal"
-OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out", "no_answer")
-"""Reasons of drops that are no fault: an algorithm's filter, and rows that were never meant to be trained on."""
+OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out", "no_answer", "silent")
+"""Reasons of drops that are no fault: an algorithm's filter, rows that were never meant to be trained on, and those of
+policies that sampled nothing."""
 ENGINE = "rollout/groups/Rollout-"
 """Prefix of the metrics of what each engine has sampled. Where environments play, they lease the groups, and engines
 only answer."""
@@ -472,13 +489,19 @@ RULES: tuple[Rule, ...] = (
     no_spread, cut_off, mismatch, other_distribution, gradients, entropy, far_from_reference, dropped, filtered,
     lazy_engine, slow_rank, padding, idle, evaluation,
 )  # fmt: skip
+OF_A_POLICY = (gradients, entropy, far_from_reference, padding)
+"""Rules for each of several policies by itself."""
 
 
 def findings(history: History, config: DiagnosisConfig, max_staleness: int) -> list[Finding]:
     """Findings of all rules."""
     if not history.is_long_enough:
         return []
-    return [found for rule in RULES if (found := rule(history, config, max_staleness)) is not None]
+    found = [found for rule in RULES if (found := rule(history, config, max_staleness)) is not None]
+    for name, own in history.of_policies().items():
+        each = [one for rule in OF_A_POLICY if (one := rule(own, config, max_staleness)) is not None]
+        found += [replace(one, rule=f"{one.rule}/{name}", text=f"{name}: {one.text}") for one in each]
+    return found
 
 
 ACCURACY = "accuracy/heldout"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.algorithms.graph.columns import POLICY
 from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
 from penstock.workers.probing import ProbeRow
@@ -39,6 +40,8 @@ class TrainedRows:
     """Number of the policy's turns (int64); 1 without an environment."""
     rewards_N: dict[str, np.ndarray] = field(default_factory=dict)
     """Rewards (float64) by name, where there are several."""
+    policies_N: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
+    """Policy (text) that sampled it; empty where one is trained."""
 
     @classmethod
     def of(cls, rows: Rows, version: int) -> "TrainedRows":
@@ -57,8 +60,9 @@ class TrainedRows:
         turns_N = rows.lengths("turn_tokens") if "turn_tokens" in rows else np.ones(count, np.int64)
         names = [name for name in rows.names if name.startswith(REWARD_PREFIX)]
         rewards_N = {name.removeprefix(REWARD_PREFIX): rows.values(name).astype(np.float64) for name in names}
-        num_read_N = rows.lengths(context_column(rows))
-        return cls(reward_N, rows.lengths("response_ids"), num_read_N, clipped_N, oldest_N, sum_N, turns_N, rewards_N)
+        num_read_N, num_sampled_N = rows.lengths(context_column(rows)), rows.lengths("response_ids")
+        policies_N = np.array(rows.strings(POLICY) if POLICY in rows else [], np.str_)
+        return cls(reward_N, num_sampled_N, num_read_N, clipped_N, oldest_N, sum_N, turns_N, rewards_N, policies_N)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,17 @@ RANGE = ("reward/min", "reward/max")
 NO_CHART = ("step", "policy_version")
 PHASES_OF_OTHERS = ("step", "checkpoint")
 """Metrics of `timing_s/` that are no phases: the whole, and what goes on beside it."""
+LENGTH = "/response_length/mean"
+"""Ending of a metric that each of several policies has."""
+
+
+def policies_in(names: Iterable[str]) -> list[str]:
+    """Policies by the names of a step's metrics; empty where one is trained.
+
+    >>> policies_in(["response_length/mean", "solver/response_length/mean"])
+    ['solver']
+    """
+    return [name.removesuffix(LENGTH) for name in names if name.endswith(LENGTH)]
 
 
 class _Names:
@@ -22,10 +33,16 @@ class _Names:
 
     def __init__(self, keys: Collection[str]) -> None:
         self._left = dict.fromkeys(key for key in keys if key not in NO_CHART)
+        self._policies = policies_in(self._left)
 
     def of(self, labels: Mapping[str, str]) -> tuple[Curve, ...]:
-        """Curves of the metrics that are there and in no other chart."""
-        return tuple(Curve(key, label) for key, label in labels.items() if self._left.pop(key, 1) is None)
+        """Curves of the metrics that are there and in no other chart, those of each of several policies too."""
+        wanted = dict(labels)
+        for policy in self._policies:
+            for key, label in labels.items():
+                own = policy if label == "policy" else f"{policy}: {label}"
+                wanted[f"{policy}/{key.removeprefix('actor/')}"] = own
+        return tuple(Curve(key, label) for key, label in wanted.items() if self._left.pop(key, 1) is None)
 
     def below(self, *prefixes: str, but: Iterable[str] = ()) -> tuple[Curve, ...]:
         """Curves of the metrics with these prefixes, labelled by what comes after the last "/" of the prefix."""
@@ -43,7 +60,7 @@ class _Names:
         if not found or not self.has(low, high):
             return found
         self.of({low: "", high: ""})
-        return (Curve(key, label, low, high),)
+        return (Curve(key, label, low, high), *found[1:])
 
     def has(self, *keys: str) -> bool:
         return all(key in self._left for key in keys)

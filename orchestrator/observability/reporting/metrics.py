@@ -76,7 +76,21 @@ def update_metrics(
     """Metrics of a step that are known as soon as its update is made: those of its rows, and the update's own."""
     metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
     metrics |= reward_metrics(rows) | length_metrics(rows, generated_length_mean) | staleness_metrics(rows)
-    return metrics | dict(trainer or {})
+    return metrics | policy_metrics(rows) | dict(trainer or {})
+
+
+def policy_metrics(rows: TrainedRows) -> dict[str, float]:
+    """Number of rows, mean reward and mean length of each policy, where several are trained."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(rows.policies_N.tolist()):
+        own_N = rows.policies_N == name
+        reward_N = rows.reward_N[own_N & np.isfinite(rows.reward_N)]
+        found |= {f"{name}/reward/mean": float(reward_N.mean())} if len(reward_N) else {}
+        found |= {
+            f"{name}/response_length/mean": float(rows.response_tokens_N[own_N].mean()),
+            f"{name}/rows": float(own_N.sum()),
+        }
+    return found
 
 
 def reward_metrics(rows: TrainedRows) -> dict[str, float]:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.observability.charts.cards import elapsed
+from penstock.orchestrator.observability.charts.themes import policies_in
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -49,6 +50,7 @@ def plain_line(step: int, max_steps: int, metrics: Mapping[str, Any]) -> str:
     """The line of one step for a log file: only what is there."""
     shown = (
         ("reward", "reward/mean", "{:.3f}"),
+        *((policy, f"{policy}/reward/mean", "{:.3f}") for policy in policies_in(metrics)),
         ("accuracy", "accuracy/heldout", "{:.1%}"),
         ("loss", "actor/loss", "{:.4f}") if "reward/mean" not in metrics else ("kl", "actor/kl", "{:.4f}"),
         ("length", "response_length/mean", "{:.1f}"),
@@ -110,7 +112,8 @@ def _table(metrics: Mapping[str, Any], bound: int) -> Table:
 def _curves(history: Mapping[str, list[float]], width: int) -> list[RenderableType]:
     labels = {"reward/mean": "reward", "accuracy/heldout": "held-out", "actor/loss": "loss"}
     found: list[RenderableType] = []
-    for name, label in labels.items():
+    for name in history:
+        label = labels.get(name, name.removesuffix("/reward/mean"))
         if len(history[name]) > 1 and not (name == "actor/loss" and history["reward/mean"]):
             line = sparkline(history[name], width=min(60, width - 34))
             ends = f"{history[name][0]:.3f} → {history[name][-1]:.3f}"
@@ -215,6 +218,8 @@ class ProgressDisplay:
             self.current_step = max(step, self.current_step)
             self._steps.update(self._all_steps, completed=self.current_step)
             self.metrics |= {**metrics, "step": self.current_step}  # an evaluation's line is of an earlier step
+            for policy in policies_in(metrics):
+                self.history.setdefault(f"{policy}/reward/mean", [])
             for name, values in self.history.items():
                 if is_number(metrics.get(name)):
                     values.append(float(metrics[name]))

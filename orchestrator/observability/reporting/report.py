@@ -370,7 +370,7 @@ def _said(row: Mapping[str, Any], pictures: EmbeddedPictures) -> list[tuple[str,
                 told = [*seen, _clip(_text(message | {"content": None}))]
             else:
                 told = [_clip(_text(message))]
-            found.append((str(message.get("role")), told))
+            found.append((" ".join(str(message[key]) for key in ("role", "policy") if key in message), told))
     return found
 
 

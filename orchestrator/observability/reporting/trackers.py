@@ -180,7 +180,7 @@ class TrackerState:
 
 OF_STEP = "evaluation/step"
 """Metric: the step whose version an evaluation beside training has measured."""
-MEASURED = ("accuracy/*", "heldout_reward/*", "heldout_rejected/*")
+MEASURED = ("accuracy/*", "heldout_reward/*", "heldout_rejected/*", "*/heldout_reward/*")
 """Metrics that evaluations measure."""
 
 

@@ -226,7 +226,9 @@ class Compared(Words):
         return [float(len(attempt.turns[-1].text) == most > 1) for attempt in attempts]
 
 
-def played(environment: Any, words: Sequence[str], *settings: str, num_players: int = 2) -> dict[str, float]:
+def played(
+    environment: Any, words: Sequence[str], *settings: str, num_players: int = 2, policies: Sequence[str] = ()
+) -> dict[str, float]:
     """`words`: one a problem, which the policy is asked for and says; sampled ones are "a", "aa", … by their seeds."""
     groups: list[int] = []
 
@@ -254,7 +256,7 @@ def played(environment: Any, words: Sequence[str], *settings: str, num_players: 
     }
     fleet.first_stage = lambda role: None  # type: ignore[method-assign,assignment]
     config = load_config(["recipe=guess", "rollout.sampling.max_tokens=30", *settings])
-    runner = make_runner(environment, ScriptedEngines(says))
+    runner = make_runner(environment, ScriptedEngines(says), policies=policies)
     tasks = [json.dumps({"index": n, "word": word}) for n, word in enumerate(words)]
     found = asyncio.run(EnvironmentEvaluator({"heldout": HeldOut([], tasks)}, config).measure(fleet))  # type: ignore[arg-type]
     assert set(groups) == {1, config.evaluation.num_samples or 1}
@@ -288,6 +290,22 @@ def test_engines_fewer_than_the_runs_play_portions_and_find_the_same(num_samples
     asked.clear()
     assert played(Counted(), words, more, "rollout.num_workers=6", num_players=1) == found
     assert sorted(asked[: len(words)]) == sorted(greedy)
+
+
+def test_each_of_several_policies_is_measured_by_its_own_rewards() -> None:
+    """Where the solver says nothing, the attempt does not count."""
+
+    class Two(Words):
+        async def run(self, task: Task, ctx: Context) -> None:
+            await ctx.sample([{"role": "user", "content": task.data["word"]}], policy="proposer")
+            ctx.reward(len(task.data["word"]), policy="proposer")
+            if task.data["word"] != "left":
+                await super().run(task, ctx)
+
+    found = played(Two(), ["up", "right", "left"], policies=["solver", "proposer"])
+    assert found["accuracy/heldout"] == found["heldout_reward/heldout"] == found["solver/heldout_reward/heldout"] == 1.0
+    assert found["proposer/heldout_reward/heldout"] == 1 + (2 + 5) / 2
+    assert found["heldout_rejected/heldout"] == pytest.approx(1 / 3)
 
 
 class Failing(Words):

@@ -17,6 +17,10 @@ KNOWN = [
 ]  # fmt: skip
 
 
+OF_POLICIES = [
+    "solver/response_length/mean", "solver/reward/mean", "solver/padding_share", "solver/rows",
+    "proposer/response_length/mean", "proposer/entropy", "proposer/heldout_reward/heldout",
+]  # fmt: skip
 OLD = [key for key in KNOWN if "/p" not in key]
 
 
@@ -31,6 +35,17 @@ def test_the_band_of_the_reward_is_its_range_where_no_more_is_known() -> None:
     assert "critic" not in charts
 
 
+def test_the_curves_of_several_policies_stand_in_the_charts_of_one() -> None:
+    charts = {chart.name: chart for chart in charts_of([*KNOWN, "heldout_reward/heldout", *OF_POLICIES])}
+    labels = {name: [curve.label for curve in chart.curves] for name, chart in charts.items()}
+    assert labels["reward"] == ["mean", "solver: mean"]
+    assert charts["reward"].curves[0].low == "reward/p10"
+    assert labels["entropy"] == ["proposer: entropy"]
+    assert labels["padding"] == ["policy", "solver"]
+    assert labels["heldout_reward"] == ["heldout", "proposer: heldout"]
+    assert labels["other_solver"] == ["rows"]
+
+
 def test_four_fifths_of_the_samples_are_the_band_where_they_are_known() -> None:
     quantiles = [
         f"{name}/{key}" for name in ("reward", "response_length", "staleness") for key in ("p10", "p50", "p90")
@@ -43,7 +58,7 @@ def test_four_fifths_of_the_samples_are_the_band_where_they_are_known() -> None:
     assert (median.key, median.low, median.high) == ("reward/p50", "reward/min", "reward/max")
 
 
-@given(st.sets(st.one_of(st.sampled_from(KNOWN), st.text("ab/", min_size=1, max_size=6))))
+@given(st.sets(st.one_of(st.sampled_from([*KNOWN, *OF_POLICIES]), st.text("ab/", min_size=1, max_size=6))))
 def test_every_metric_is_in_one_chart(keys: set[str]) -> None:
     charts = charts_of(sorted(keys))
     shown = [key for chart in charts for key in chart.keys]

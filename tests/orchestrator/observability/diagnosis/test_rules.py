@@ -92,6 +92,18 @@ def test_what_is_wrong_is_told_and_nothing_else(rule: str, change: Change, words
     assert re.search(words, found[rule].text), found[rule].text
 
 
+def test_a_policy_of_several_is_told_by_its_name_and_silence_is_no_fault() -> None:
+    def change(step: int) -> dict[str, Any]:
+        found = {f"actor/{name}": None for name in ("entropy", "kl", "grad_norm", "padding_share")}
+        for name, entropy in (("solver", 2.0), ("proposer", 2.0 if step < 20 else 0.01)):
+            found |= {f"{name}/response_length/mean": 9.0, f"{name}/reward/mean": 0.2, f"{name}/entropy": entropy}
+        return found | {"dropped/silent": 64.0 * step}
+
+    (found,) = told(change).values()
+    assert found.rule == "entropy/proposer"
+    assert found.text.startswith("proposer: entropy fell from 2 to 0.01 nats")
+
+
 EXACT = replace(CONFIG, mismatch=1e-4)
 
 

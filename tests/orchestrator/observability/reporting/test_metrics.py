@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.orchestrator.observability.charts.themes import policies_in
 from penstock.orchestrator.observability.reporting.metrics import StepTimes, joined, rank_metrics, step_metrics
 from penstock.orchestrator.observability.reporting.step_log import StepLog
 from penstock.store.client.lease import Share
@@ -70,6 +71,19 @@ def test_metrics_of_a_batch_by_hand() -> None:
         "perf/tokens_per_s": 4.0,
         "dropped/reward_error": 1.0,
     }
+
+
+def test_each_of_several_policies_has_its_own_rewards_and_lengths() -> None:
+    names = ["solver", "solver", "proposer"]
+    rows = rows_of([2, 6, 3], reward=[1.0, 0.0, -2.0]).with_column("policy", names)
+    parts = [TrainedRows.of(rows.select(own), 4) for own in ([0], [], [1, 2])]
+    metrics = step_metrics(5, 5, joined(parts), TIMES, trainer={"solver/pg_loss": 0.5})
+    assert {name: value for name, value in metrics.items() if name.startswith(("solver", "proposer"))} == {
+        "solver/reward/mean": 0.5, "solver/response_length/mean": 4.0, "solver/rows": 2.0, "solver/pg_loss": 0.5,
+        "proposer/reward/mean": -2.0, "proposer/response_length/mean": 3.0, "proposer/rows": 1.0,
+    }  # fmt: skip
+    assert metrics["reward/mean"] == pytest.approx(-1 / 3)
+    assert policies_in(metrics) == ["solver", "proposer"]
 
 
 def test_a_dataflow_without_rewards_has_no_reward_metrics() -> None:

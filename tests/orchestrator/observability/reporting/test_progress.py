@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.observability.reporting.progress import ProgressDisplay
+from penstock.orchestrator.observability.reporting.progress import ProgressDisplay, plain_line
 from penstock.orchestrator.run_directory.failed_writes import FailedWrites
 from tests.small_files import files_up_to
 
@@ -33,6 +33,20 @@ def test_a_file_gets_one_line_a_step_and_no_control_characters() -> None:
     ]
     assert any("starting vLLM" in line for line in lines)
     assert not any("\x1b" in line for line in lines)
+
+
+def test_the_line_of_a_step_has_the_reward_of_each_policy() -> None:
+    metrics: dict[str, float] = {"reward/mean": 0.25, "response_length/mean": 8.0}
+    for name, reward in (("solver", 1.0), ("proposer", -0.5)):
+        metrics |= {f"{name}/reward/mean": reward, f"{name}/response_length/mean": 8.0}
+    line = "step 1/4  reward 0.250  solver 1.000  proposer -0.500  length 8.0"
+    assert plain_line(1, 4, metrics) == line
+    stream = io.StringIO()
+    progress = ProgressDisplay(load_config([]), "two", console=Console(file=stream, force_terminal=True, width=100))
+    for step in (1, 2):
+        progress.step(step, {**metrics, "proposer/reward/mean": step - 1.5})
+    progress.close()
+    assert "-0.500 → 0.500" in stream.getvalue()
 
 
 def test_a_terminal_shows_bar_curve_and_notes() -> None:

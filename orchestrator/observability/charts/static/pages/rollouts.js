@@ -91,7 +91,7 @@ export class RolloutsPage {
     const turn = (by, label) => h("button", { type: "button", disabled: offset + by < 0 || offset + by >= total, onclick: () => this.set("offset", Math.max(0, offset + by)) }, label);
     this.list.replaceChildren(
       ...rows.map((row, index) => h(`button.line${index === this.at ? ".at" : ""}`, { type: "button", "data-step": row.step, "data-place": row.place, "aria-current": index === this.at, onclick: () => this.choose(index) },
-        h("span.head", {}, h("b", {}, reward(row.reward)), h("span.faint", {}, `step ${row.step} · group ${row.group} · ${row.tokens} tokens${row.finish_reason ? ` · ${row.finish_reason}` : ""}`)),
+        h("span.head", {}, h("b", {}, reward(row.reward)), h("span.faint", {}, `${row.policy ? `${row.policy} · ` : ""}step ${row.step} · group ${row.group} · ${row.tokens} tokens${row.finish_reason ? ` · ${row.finish_reason}` : ""}`)),
         h("span.excerpt", {}, excerpt(row)))),
       h("div.bar", {}, turn(-PAGE, "earlier"), turn(PAGE, "more"), h("span.faint", {}, total ? `${offset + 1} to ${offset + rows.length}` : "")));
   }
@@ -147,7 +147,7 @@ export class RolloutsPage {
     const head = ["reward", "advantage", "tokens"].map((name) => h("th.number", {}, name));
     const row = (one) => h(`tr${one.place === line.place ? ".at" : ""}`, {},
       h("td.number", {}, number(one.reward)), h("td.number", {}, number(one.advantage)), h("td.number", {}, String(one.tokens)),
-      h("td", {}, one.finish_reason ?? ""), h("td.wide", {}, one.response_text ?? ""));
+      h("td", {}, one.finish_reason ?? ""), h("td.wide", {}, [one.policy, one.response_text].filter(Boolean).join(": ")));
     return h("div.scroll", {}, h("table.group", {}, h("thead", {}, h("tr", {}, head, h("th", {}, "end"), h("th", {}, "response"))), h("tbody", {}, this.group.map(row))));
   }
 
