@@ -11,9 +11,8 @@ HIGHEST = 15
 
 
 class Guess:
-    def __init__(self, guesses: int = 4, narrowing: float = 0.0) -> None:
-        """`narrowing`: reward of a turn for the share of possible numbers that it rules out."""
-        self.guesses, self.narrowing = guesses, narrowing
+    def __init__(self, guesses: int = 4) -> None:
+        self.guesses = guesses
 
     def tasks(self, seed: int) -> Iterator[Task]:
         draws = random.Random(seed)
@@ -28,8 +27,6 @@ class Guess:
             if guess == number:
                 ctx.reward(1.0)
                 return
-            before = high - low + 1
             low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
-            ctx.reward(self.narrowing * (1 - (high - low + 1) / before), turn=turn)
             answer = "what?" if not 1 <= guess <= HIGHEST else "higher" if guess < number else "lower"
             messages += [turn.message, {"role": "user", "content": answer}]
