@@ -64,10 +64,12 @@ def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
     """Write the policies of a dataflow that trains several into the configuration, in its order. Raises `ConfigError`
     for others that it names, and for a configuration in which there can be one policy alone."""
     names, trainer = flow.policies, config.trainer
+    if len(names) < 2:
+        if trainer.policies:
+            raise ConfigError("trainer.policies: the dataflow trains one policy alone. Set trainer.optimizer.")
+        return
     if unknown := next((name for name in trainer.policies if name not in names), None):
         raise ConfigError(f"trainer.policies.{unknown}: flow.train names no such policy{suggest(unknown, names)}")
-    if len(names) < 2:
-        return
     trainer.policies = {name: trainer.policies.get(name, PolicyConfig()) for name in names}
     for name in names:
         trainer.optimizer_of(name)
@@ -84,7 +86,6 @@ def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
             f"{reason}: the dataflow trains {' and '.join(names)}, which are adapters of one model (trainer.lora.rank "
             "above 0, trainer.lora.publish=adapter), without replay, curriculum and trainer.compile."
         )
-    raise ConfigError(f"the dataflow trains {' and '.join(names)}: ranks and engines cannot do so yet.")
 
 
 planners: list[Callable[[ResolvedRun, Callable[[str], None]], ResolvedRun]] = []

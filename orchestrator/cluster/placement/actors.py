@@ -81,7 +81,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
             actors.append(ActorPlan(name, SCORING, cpus, scorer_gpus, stage.name, rank))
     computed = [stage for stage in flow.stages if stage.kind in ("compute", "filter") and not stage.is_in_trainer]
     actors.extend(ActorPlan(f"Compute-{stage.name}", "compute", stage=stage.name) for stage in computed)
-    model = flow.of_kind("train")[0].model
+    model = "policies" if len(flow.policies) > 1 else flow.policies[0]
     for rank in range(trainer.num_ranks):
         actors.append(ActorPlan(f"Trainer-{model}-{rank}", "trainer", cpus, rank_gpus, "train", rank))
     return sorted(actors, key=lambda actor: CREATED.index(actor.role))

@@ -153,6 +153,17 @@ def test_the_configuration_gets_the_policies_of_the_dataflow_in_its_order(config
     assert config.trainer.optimizer_of("solver") == config.trainer.optimizer
 
 
+ADAPTERS = (
+    "environment.name=recipes/guess/game.py:Guess", "model.path=somewhere", "data.source=environment",
+    "algorithm.name=grpo", "trainer.lora.rank=8", "trainer.lora.publish=adapter", "rollout.engine=hf",
+)  # fmt: skip
+
+
+def test_all_policies_have_the_same_ranks():
+    run = resolve(load_config([*ADAPTERS, "trainer.num_ranks=2"]), two())
+    assert [actor.name for actor in run.plan if actor.role == "trainer"] == ["Trainer-policies-0", "Trainer-policies-1"]
+
+
 def test_the_only_policy_has_the_trainers_settings_alone():
     words = ["recipe=grpo", "model.path=somewhere"]
     assert resolve(load_config(words)).config.trainer.policies == {}
@@ -171,9 +182,5 @@ def test_the_only_policy_has_the_trainers_settings_alone():
     ],
 )
 def test_a_configuration_for_one_policy_alone_is_refused(change, message):
-    words = [
-        "environment.name=recipes/guess/game.py:Guess", "model.path=somewhere", "data.source=environment",
-        "algorithm.name=grpo", "trainer.lora.rank=8", "trainer.lora.publish=adapter", "rollout.engine=hf",
-    ]  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        resolve(load_config([*words, *change]), two())
+        resolve(load_config([*ADAPTERS, *change]), two())

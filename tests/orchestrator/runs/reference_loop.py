@@ -3,12 +3,14 @@ bit for bit."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.algorithms.advantages import group_advantage
@@ -79,6 +81,89 @@ def train_in_two_turns(config: RunConfig, model_path: str) -> dict[str, torch.Te
         return [(*row, a) for row, a in zip(rows, group_advantage(torch.tensor(rewards)), strict=True)]
 
     return _train(config, model_path, open_source(config, model_path, rows_are="tasks"), sample, backward_in_two_turns)
+
+
+@dataclass
+class Learner:
+    """A policy of `train_two`: a model of its own with PEFT's layers."""
+
+    policy: Any
+    optimizer: torch.optim.AdamW
+    every: int
+
+    def update(self, rows: list[Sampled], clip_norm: float, budget: int) -> None:
+        totals = BatchTotals(sum(len(row[2]) for row in rows), len(rows))
+        lengths = np.array([len(row[0]) + len(row[1]) for row in rows])
+        for cut in plan(lengths, budget):
+            backward(self.policy, [rows[i] for i in cut], totals)
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """A and B of each layer."""
+        return {
+            path: tuple(getattr(module, name)["default"].weight.detach().numpy() for name in ("lora_A", "lora_B"))
+            for path, module in self.policy.named_modules()
+            if hasattr(module, "lora_A")
+        }
+
+
+def train_two(config: RunConfig, model_path: str) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """The adapters of the two policies of `duel.py`, by name and layer, each trained as if it was alone."""
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(model_path)
+    names = tuple(config.trainer.policies)
+    engine = HfEngine(EngineSpec(config.rollout, model_path, adapter=config.trainer.lora, policies=names))
+    engine.open_model()
+    learners = {name: _learner(config, name, model_path) for name in names}
+    sampling, num_groups = Sampling.of(config.rollout.sampling), config.trainer.groups_per_step
+    source = open_source(config, model_path, rows_are="tasks")
+
+    def say(policy: str, text: str, seed: int | None) -> tuple[list[int], Any, float]:
+        read = list(tokenizer(f"{text}\n", add_special_tokens=False)["input_ids"])
+        (one,) = engine.generate_group(read, 1, replace(sampling.seeded(seed), policy=policy))
+        return read, one, share_of_digits(tokenizer.decode(one.token_ids).removesuffix(tokenizer.eos_token))
+
+    for step in range(config.trainer.max_steps):
+        rows: dict[str, list[Sampled]] = {name: [] for name in names}
+        for index, group in enumerate(source.next_groups(num_groups)):
+            number = json.loads(group["task"])["environment_task"]["data"]["number"]
+            first = sample_seed(config.seed, step * num_groups + index)
+            said: dict[str, list[Any]] = {name: [] for name in names}
+            for seed in range(first, first + config.algorithm.group_size):
+                *proposed, share = say("proposer", f"{number} is a number", seed)
+                *answered, other = say("solver", f"{share:.2f} of it", turn_seed(seed, 1))
+                said["proposer"].append((*proposed, share))
+                said["solver"].append((*answered, other - share))
+            for name, of_group in said.items():
+                advantage = group_advantage(torch.tensor([reward for _, _, reward in of_group]))
+                rows[name] += [
+                    (read, one.token_ids, one.logprobs, a)
+                    for (read, one, _), a in zip(of_group, advantage, strict=True)
+                ]
+        for name, learner in learners.items():
+            if (step + 1) % learner.every == 0:
+                clip_norm = config.trainer.optimizer_of(name).clip_norm
+                learner.update(rows[name], clip_norm, config.trainer.microbatch_tokens)
+            engine._adapters.publish(name, learner.factors, config.trainer.lora.alpha / config.trainer.lora.rank)
+    return {name: learner.factors for name, learner in learners.items()}
+
+
+def _learner(config: RunConfig, name: str, model_path: str) -> Learner:
+    policy, lora = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config.trainer.lora
+    use_fast_linears(policy.base_model)
+    targets = [path for path, one in policy.base_model.named_modules() if isinstance(one, torch.nn.Linear)]
+    torch.manual_seed(0)
+    own = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+    inject_adapter_in_model(own, policy)
+    options = config.trainer.optimizer_of(name)
+    optimizer = torch.optim.AdamW(
+        [one for one in policy.parameters() if one.requires_grad], lr=options.lr, betas=tuple(options.betas),
+        eps=options.eps, weight_decay=options.weight_decay, fused=True,
+    )  # fmt: skip
+    return Learner(policy, optimizer, config.trainer.every(name))
 
 
 def train_seeing(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
