@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,6 +119,15 @@ def test_of_a_sample_the_tokens_of_the_newest_version_are_compared() -> None:
     assert row.token_ids.tolist() == [5, 6, 10, 11, 12, 13]
     assert len(row.logprobs) == 2
     assert recent.take(4, 100) is None
+
+
+def test_a_row_is_scored_by_the_policy_whose_it_is() -> None:
+    recent = RecentSamples(max_length=64)
+    recent.note([5, 6], replace(PLAIN, policy="solver"), [completion([3, 3])])
+    row = recent.take(3, 100)
+    assert row is not None
+    assert call_of(row, is_own=True).sampling.policy == "solver"
+    assert call_of(replace(row, policy=""), is_own=False).sampling.policy == ""
 
 
 def test_a_sample_that_has_read_on_under_newer_weights_is_taken_first() -> None:
