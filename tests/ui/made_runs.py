@@ -26,6 +26,7 @@ MORE = (
     "turn_tokens",
     "turn_rewards",
     "turn_ids",
+    "policy",
     "pictures",
 )
 """Columns of samples that are as rows say them, if any does."""

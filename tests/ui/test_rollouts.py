@@ -37,6 +37,14 @@ def test_the_newest_come_first_with_what_is_known_of_them(rollouts: Rollouts) ->
     assert (found["rows"][2]["reward"], found["rows"][2]["finish_reason"]) == (None, None)
 
 
+def test_samples_of_several_policies_say_and_are_found_by_whose_they_are(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [{"group": 1, "reward": 1.0, "policy": name} for name in ("solver", "proposer")])
+    rollouts = Rollouts(tmp_path)
+    assert rollouts.update(budget_s=10)
+    assert [row["policy"] for row in rollouts.find(SampleFilter())["rows"]] == ["solver", "proposer"]
+    assert places(rollouts.find(SampleFilter(text="propo"))) == [(1, 1)]
+
+
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [

@@ -275,12 +275,13 @@ def test_pictures_stand_at_their_places_each_embedded_once(tmp_path: Path) -> No
 def test_pictures_of_a_conversation_stand_at_their_places(tmp_path: Path) -> None:
     said = [
         {"role": "user", "content": [{"type": "text", "text": "Move <b>"}, {"type": "image", "picture": 1}]},
-        {"role": "assistant", "content": "right"},
+        {"role": "assistant", "content": "right", "policy": "solver"},
         {"role": "tool", "content": [{"type": "image", "picture": 0}, {"type": "image", "picture": 7}, 3]},
     ]
     seen = [[picture(28, 28, 1), picture(28, 28, 2)]]
     text = told(with_pictures(make_run(tmp_path, 2), seen, transcript=[json.dumps(said)]))
     assert "Move &lt;b&gt;{0}" in text
+    assert "assistant solver right" in text
     assert "{1}[picture, which was not kept]3" in text
 
 
