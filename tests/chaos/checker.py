@@ -17,7 +17,7 @@ from typing import Any
 from pyarrow import parquet
 
 from tests.chaos.disturbance import Done
-from tests.chaos.plan import COMMAND, CUT, POWER
+from tests.chaos.plan import COMMAND, CUT, FENCE, POWER
 
 NOTICED = (
     "fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "node_left", "resume",
@@ -180,7 +180,7 @@ def _of_answers(answers: Sequence[Answer], promises: Promises) -> Iterable[str]:
     for answer in answers:
         done = answer.done
         what = f"{done.how} {done.who} after step {done.step}"
-        if done.how == CUT:
+        if done.how in (CUT, FENCE):
             continue
         bound = promises.noticed_s[done.how] + (promises.start_s if answer.was_starting else 0.0)
         if answer.outcome == "over" and answer.seconds <= bound:

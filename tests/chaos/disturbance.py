@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from tests.chaos.bed import Bed
-from tests.chaos.plan import COMMAND, CUT, KILL, POWER, Fault
+from tests.chaos.plan import COMMAND, CUT, FENCE, KILL, POWER, Fault
 
 STEP_S = 240.0
 """Deadline of the run's next step, and of its end after the last step."""
@@ -91,7 +91,8 @@ class Disturbed:
         elif who == COMMAND:
             at = self._kill_command(run)
         else:
-            who, at = self._signal(who, signal.SIGKILL if how == KILL else signal.SIGSTOP, run, finder)
+            number = {KILL: signal.SIGKILL, FENCE: None}.get(how, signal.SIGSTOP)
+            who, at = self._signal(who, number, run, finder)
         return Done(who, how, step, at)
 
     def _follow(self, run: "subprocess.Popen[str]", step: int | None = None) -> None:
@@ -107,16 +108,18 @@ class Disturbed:
             time.sleep(0.02)
 
     def _signal(
-        self, who: str, number: signal.Signals, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]"
+        self, who: str, number: signal.Signals | None, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]"
     ) -> tuple[str, float]:
-        """Send a signal to a member, once it is there: another's death may have just taken it along. Return who it was,
-        and when."""
+        """Send a signal to a member, once it is there: another's death may have just taken it along; None: kill a fence
+        of its. Return who it was, and when."""
         for _ in range(TRIES):
             self._check_runs(run)
             found = self._asked(finder, who)
+            if number is None and "pid" in found:
+                found = fence_of(found)
             if "pid" in found:
                 at = time.time()
-                self._bed.signal(found["ip"], found["pid"], number)
+                self._bed.signal(found["ip"], found["pid"], number or signal.SIGKILL)
                 return found["who"], at
             time.sleep(PAUSE_S)
         raise AssertionError(f"{who} was never there: {found['why_not']}")
@@ -163,3 +166,12 @@ class Disturbed:
 
     def _said(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]
+
+
+def fence_of(found: dict[str, Any]) -> dict[str, Any]:
+    """One of the fences that a member has started."""
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(found["pid"]).children():
+            if process.name() == "bwrap":
+                return {**found, "pid": process.pid}
+    return {"why_not": f"{found['who']} has no fence"}

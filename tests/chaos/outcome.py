@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from tests.chaos.checker import Answer
-from tests.chaos.plan import CUT
+from tests.chaos.plan import CUT, FENCE
 
 FILE = "PENSTOCK_CHAOS_FILE"
 
@@ -34,7 +34,7 @@ def table(answers: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for (who, how), those in sorted(of.items()):
-        if how == CUT:  # which is no fault by itself: what comes next may be of another
+        if how in (CUT, FENCE):  # which are no faults of a member: what comes next may be of another
             lines.append(f"| {who} | {how} | {len(those)} | | | |")
             continue
         noticed = [one["noticed_after_s"] for one in those if one["noticed_after_s"] is not None]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-KILL, STOP, CUT, POWER = "kill", "stop", "cut", "power"
+KILL, STOP, CUT, POWER, FENCE = "kill", "stop", "cut", "power", "fence"
 """SIGKILL to a process; SIGSTOP, so that it is there and does not answer; a machine's cable out for seconds; a machine
-that is gone without a word."""
+that is gone without a word; SIGKILL to one of a member's fences."""
 COMMAND = "the command"
 """`penstock run` itself, as a target."""
 SEEDS = range(

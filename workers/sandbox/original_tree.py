@@ -42,7 +42,7 @@ class OriginalTree:
     def of(cls, source: Path, owner: int | None) -> "OriginalTree":
         """Unpack the source unless that was done. `owner`: user and group of the files; None: this process's. Raises
         `ConfigError` for a source that is not there or cannot be read."""
-        base = Path(tempfile.gettempdir()) / f"penstock-trees-{os.geteuid()}"
+        base = base_directory()
         with suppress(FileExistsError):
             base.mkdir(mode=0o755)
         found = os.lstat(base)
@@ -67,6 +67,11 @@ class OriginalTree:
         if self._release.alive:
             self._release()
             sweep(self.path.parent.parent)
+
+
+def base_directory() -> Path:
+    """Directory of this user's trees on this node."""
+    return Path(tempfile.gettempdir()) / f"penstock-trees-{os.geteuid()}"
 
 
 def key_of(source: Path) -> str:
