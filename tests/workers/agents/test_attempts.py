@@ -358,52 +358,63 @@ def worker_of(runner: Any, flow: Dataflow, dropped: Sequence[str] = ()) -> tuple
     return EnvironmentWorker(runner, intake, errors, AttemptColumns(names), policies), errors
 
 
-def test_a_group_has_a_row_of_each_policy_in_every_attempt_and_silent_ones_are_counted() -> None:
+Row = tuple[str, float]
+SOLVER, PROPOSER = ("solver", 1.25), ("proposer", -0.25)
+
+
+def rows_of_duels(
+    numbers: Sequence[str], num_groups: int, num_rows: int, lost: Sequence[int] = ()
+) -> tuple[dict[int, Row], dict[str, float], ErrorShare]:
+    """Policy and reward of the rows of groups of three attempts by their ids, what the store counts, and the share of
+    errors. `lost`: rows that a worker before has dropped, and then given the others back."""
     words = ["environment.name=x.py:X", "data.source=environment", "model.path=somewhere", "max_staleness=2"]
     flow = Dataflow().rollout("solver", samples_per_prompt=3).reward()
     flow.compute(lambda reward: reward - reward.mean(), reads=["reward"], writes=["advantage"], name="compare")
     flow.train("solver", loss=ppo_clip_loss).train("proposer", loss=ppo_clip_loss)
     config = load_config(words)
     flow = dataflow_of(config, flow)
+    found: dict[int, Row] = {}
 
-    async def scenario() -> None:
+    async def scenario() -> tuple[dict[str, float], ErrorShare]:
         store = Store(StoreSpec.of(flow, config))
         client = StoreClient(store)
-        await client.put_groups([{"task": json.dumps(TASK.as_columns())}] * 2)
-        worker, errors = worker_of(duel(["1", "0", "2", "1", "1", "0"]), flow)
+        await client.put_groups([{"task": json.dumps(TASK.as_columns())}] * num_groups)
+        if lost:
+            lease = await client.lease("rollout", 1, "before")
+            assert lease
+            await client.drop(lease, lost, "lost")
+            await client.release(lease)
+        worker, errors = worker_of(duel(numbers), flow)
         running = asyncio.ensure_future(worker.run(client))
-        found = {}
-        while len(found) < 8:
+        while len(found) < num_rows:
             lease = await client.lease("compare", 1, "compare")
             assert lease
             rows = lease.rows
-            found |= dict(
-                zip(
-                    rows.row_ids.tolist(),
-                    zip(rows.strings("policy"), rows["reward"].tolist(), strict=True),
-                    strict=True,
-                )
-            )
+            values = zip(rows.strings("policy"), rows["reward"].tolist(), strict=True)
+            found.update(zip(rows.row_ids.tolist(), values, strict=True))
             await client.write(lease, rows.row_ids, {"advantage": [0.0] * len(rows)})
         counts = await store.stats()
         await store.close("done")
         await running
-        solver, proposer = ("solver", 1.25), ("proposer", -0.25)
-        # group 0: attempt 1 is without the solver, attempt 2 fails; group 1: attempt 2 is without the solver
-        assert found == {
-            0: solver,
-            3: proposer,
-            4: proposer,
-            6: solver,
-            7: solver,
-            9: proposer,
-            10: proposer,
-            11: proposer,
-        }
-        assert (errors.succeeded, errors.failed) == (5, 1)
-        assert (counts["dropped/silent"], counts["dropped/environment_error"]) == (2, 2)
+        return counts, errors
 
-    asyncio.run(asyncio.wait_for(scenario(), 600))
+    return found, *asyncio.run(asyncio.wait_for(scenario(), 600))
+
+
+def test_a_group_has_a_row_of_each_policy_in_every_attempt_and_silent_ones_are_counted() -> None:
+    """Of the first group, attempt 1 is without the solver and attempt 2 fails; of the second, attempt 2 is without
+    it."""
+    found, counts, errors = rows_of_duels(["1", "0", "2", "1", "1", "0"], 2, 8)
+    assert [row for row in sorted(found) if found[row] == SOLVER] == [0, 6, 7]
+    assert [row for row in sorted(found) if found[row] == PROPOSER] == [3, 4, 9, 10, 11]
+    assert (errors.succeeded, errors.failed) == (5, 1)
+    assert (counts["dropped/silent"], counts["dropped/environment_error"]) == (2, 2)
+
+
+def test_the_rest_of_a_group_that_another_worker_has_begun_is_played_in_its_places() -> None:
+    found, counts, errors = rows_of_duels(["1", "1"], 1, 3, lost=[1, 2, 5])
+    assert found == {0: SOLVER, 3: PROPOSER, 4: PROPOSER}
+    assert (errors.succeeded, counts["dropped/lost"]) == (2, 3)
 
 
 class Compared:
