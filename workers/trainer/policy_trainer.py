@@ -489,7 +489,7 @@ class PolicyTrainer:
         """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; return the weight
         files that this rank has written, with their bytes. Several policies get a folder each. `directory`: visible to
         all ranks. Collective. Raises `WeightError`."""
-        written = {}
+        written: dict[str, int] = {}
         for policy in self.policies:
             folder = f"{policy}/" if len(self.policies) > 1 else ""
             with self._phase("export"), self.using(policy):
