@@ -407,7 +407,7 @@ def gigpo(
         return []
     attempts_G = normalized(reward, scale=scale)
     turns_N = normalized(torch.cat(returns), torch.cat(states), scale=scale)
-    of_attempts = turns_N.split([len(one) for one in returns])
+    of_attempts = torch.split(turns_N, [len(one) for one in returns])
     values = [attempt + omega * turns for attempt, turns in zip(attempts_G, of_attempts, strict=True)]
     return _spread(values, orders, turn_tokens)
 
@@ -441,7 +441,7 @@ def mt_grpo(
     outcomes_G = normalized(torch.stack([rewards[-1] for rewards in played]), scale=scale)
     places = [torch.arange(len(rewards) - 1) for rewards in played]
     turns_N = normalized(torch.cat([rewards[:-1] for rewards in played]), torch.cat(places), scale=scale)
-    of_attempts = turns_N.split([len(one) for one in places])
+    of_attempts = torch.split(turns_N, [len(one) for one in places])
     values = [
         outcome + weight * torch.cat([turns, turns.new_zeros(1)])
         for outcome, turns in zip(outcomes_G, of_attempts, strict=True)

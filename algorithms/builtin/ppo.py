@@ -63,7 +63,7 @@ def ppo_advantages(
         return unpadded(whitened(advantage, mask), lengths), unpadded(returns, lengths)
     penalties = unpadded(token_rewards(torch.zeros_like(reward), mask, *logprobs, kl_coef=kl_coef), lengths)
     turn_rewards = [
-        rewards + torch.stack([part.sum() for part in penalty.split(tokens.tolist())])
+        rewards + torch.stack([part.sum() for part in torch.split(penalty, tokens.tolist())])
         for rewards, penalty, tokens in zip(turn_rewards, penalties, turn_tokens, strict=True)
     ]
     reward = reward + torch.stack([penalty.sum() for penalty in penalties])
