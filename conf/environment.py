@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import POSITIVE, auto_or_number, check_bounds, one_of, within
+from penstock.conf.checks import POSITIVE, check_bounds, one_of, within
 
-MOST_ATTEMPTS = 1024
-"""Attempts that one event loop holds with ease."""
 OLD_TURNS = ("refuse", "context")
 SAMPLING = ("run", "client")
 TOOL_FORMATS = (
@@ -98,10 +96,9 @@ class EnvironmentConfig:
     """Environment actors, each with its share of the attempts and an endpoint of its own."""
     cpus_per_worker: float = 0.0
     """Logical CPUs that each reserves. 0: none, as most of an environment is waiting for tokens."""
-    max_attempts: int | str = MOST_ATTEMPTS
-    """Most attempts that one actor has under way, those of evaluation included. 1024: more than engines decode
-    together. auto: at most so many, and fewer while the KV memory of vLLM's engines has no room. It was tried on
-    simulated engines only, so it is not the default."""
+    max_attempts: int = 1024
+    """Most attempts that one actor has under way, those of evaluation included. Fewer are while vLLM's KV memory has no
+    room for them until they end, by the lengths of recent ones. 1024: as many as one event loop holds with ease."""
     max_turns: int = 32
     """Turns after which an attempt is truncated."""
     max_tokens: int = 8192
@@ -133,21 +130,9 @@ class EnvironmentConfig:
     """Limits of `ctx.sandbox()` and of the tool python: what code that the model wrote may use."""
 
     def __post_init__(self) -> None:
-        if not auto_or_number("environment.max_attempts", self.max_attempts):
-            check_bounds(self, "environment", max_attempts=1)
         one_of("environment.old_turns", self.old_turns, OLD_TURNS)
         check_bounds(
             self, "environment",
-            num_workers=1, max_turns=1, max_tokens=1, tool_threads=1, max_tool_characters=1,
+            num_workers=1, max_attempts=1, max_turns=1, max_tokens=1, tool_threads=1, max_tool_characters=1,
             cpus_per_worker=0, retries=0, timeout_s=POSITIVE, tool_timeout_s=POSITIVE, max_error_share=(0, 1),
         )  # fmt: skip
-
-    @property
-    def follows_memory(self) -> bool:
-        """True if fewer attempts are under way while engines have no room for more."""
-        return isinstance(self.max_attempts, str)
-
-    @property
-    def most_attempts(self) -> int:
-        """Most attempts that one actor has under way."""
-        return MOST_ATTEMPTS if isinstance(self.max_attempts, str) else self.max_attempts

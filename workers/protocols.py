@@ -176,13 +176,16 @@ class SamplingProgress:
 class KvLoad:
     """The load of an engine's KV memory."""
 
-    num_fitting: float
-    """Number of sequences of the full length, `rollout.max_model_len`, that fit at once."""
+    num_tokens: float
+    """Tokens that fit."""
+    max_len: int
+    """Largest number of tokens of a sequence: `rollout.max_model_len`."""
     usage: float
     """Share of the memory that running samples use, 0 to 1. What is kept of ended ones is free."""
     num_running: int
-    num_waiting: int
-    """Numbers of samples."""
+    """Number of samples that have memory."""
+    num_steps: float
+    """Decode steps since the start: tokens of a sample that ran all the time."""
     num_preempted: int
     """Samples since the start that had to give their memory to others, and are read again."""
 

@@ -295,7 +295,7 @@ class EnvironmentEvaluator(Evaluator):
 def play_timeout_s(config: RunConfig, num_attempts: int) -> float:
     """Seconds for one actor to play so many attempts: `max_attempts` at a time, once those that are trained have left
     room, and the engines' memory has had them wait as long as an attempt may take."""
-    rounds = 2 + math.ceil(num_attempts / config.environment.most_attempts)
+    rounds = 2 + math.ceil(num_attempts / config.environment.max_attempts)
     return config.rollout.generate_timeout_s + rounds * config.environment.timeout_s
 
 

@@ -1,160 +1,248 @@
-"""Admission of attempts: as many as the KV memory of the engines allows.
+"""Admission of attempts: as many as will fit the KV memory of the engines until they end.
 
-    engines ─▶ a `KvLoad` each, once a second ─▶ AdmissionControl: a window an engine ─▶ the limit, their sum
-    attempts ─▶ AttemptGate: those of earlier groups first, while fewer are under way than the limit
+    engines ─▶ a `KvLoad` each, once a second ───▶ AdmissionControl: a forecast of the memory ─▶ how many may begin
+    attempts ─▶ their ages now, and at their ends ─┘                       AttemptGate: those of earlier groups first
 
-A window begins with the sequences that fit at full length, and multiplies while memory is free, until it is about to be
-full. From then on it follows the memory in small steps, and loses an eighth when an engine preempts, or reads again
-what it had evicted. Turns of attempts under way wait for no gate, so they go before new attempts. Memory follows a
-change of the window only as attempts grow, so that all steps are as fast as attempts are long.
+The forecast is that of the Past-Future scheduler (Gong et al., arXiv 2507.10150), for attempts of several turns and
+engines that report totals. An attempt grows until it ends, and ends as recent ones did that became as old. New ones
+begin while the expected memory, with two standard deviations, fits at each time ahead. Turns of attempts under way pass
+no gate, so they go before new attempts. Ages are in decode steps: engines that have more to do take longer for each.
 """
 
 import asyncio
 import heapq
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from penstock.workers.protocols import Completion, KvLoad
+import numpy as np
+from numpy.typing import NDArray
 
-FULL = 0.945
-"""Share of an engine's memory to be used. The rest is for what grows between two reports."""
-CUT = 0.88
-"""Factor of a window whose engine preempts."""
-PAUSE = 0.2
-"""Shortest time between two cuts, in lifetimes of an attempt."""
-GAIN, MOST_GAIN = 2.0, 0.6
-"""Change of a window in a lifetime, as a power of e, for all of the memory; and the largest."""
-DOUBLINGS = 1.8
-"""Doublings of a window in a lifetime while nothing is known of its bounds and all memory is free."""
-QUEUE = 0.4
-"""Waiting samples of those that an engine decodes above which more would only lengthen its queue."""
-FORGET = 0.02
-"""Share of what is known of lifetimes that each attempt that ends replaces."""
-REREAD = 10.0
-"""Tokens read again for each sampled one, above which evictions cost more than concurrency brings: a GPU reads about
-ten tokens in the time in which it samples one, and so spends half of its time on them."""
-SLACK_TOKENS = 64
-"""Tokens of a prefix that are read again in any case: the last block is not full."""
+from penstock.workers.agents.gateway.engine_pool import EnginePool
+from penstock.workers.protocols import KvLoad
+
+SIGMAS = 2.0
+"""Standard deviations of the forecast that are kept free."""
+NUM_RECENT = 512
+"""Attempts whose age at the end is remembered: shares of them have errors of about 2%."""
+WEIGHT = 0.05
+"""Weight of a report in means: about the last 20 count."""
+NUM_TIMES = 64
+"""Times ahead that are looked at, each about a tenth further than the one before."""
+READ_SPEED = 10.0
+"""Tokens that a GPU reads, roughly, in the time in which it samples one."""
+
+Floats = NDArray[np.float64]
 
 
-def num_reread(num_known: int, versions: Sequence[int], completion: Completion) -> int:
-    """Number of tokens that the engine has read again, as their prefix was evicted, or is on another engine.
-    `num_known`: tokens of the conversation so far. `versions`: of its last token: newer weights read all of it anew."""
-    if completion.num_cached is None or [*completion.versions[:1]] != [*versions]:
-        return 0
-    return max(0, num_known - SLACK_TOKENS - completion.num_cached)
+@dataclass(eq=False)
+class Attempt:
+    """An attempt that waits to begin, or is under way. A lower priority comes first."""
+
+    priority: int
+    order: int
+    """Position in the order of arrival."""
+    came_s: float
+    may_begin: "asyncio.Future[None]"
+    began_s: float = math.inf
+    conversation: object = None
+    """Key of its turns in the `EnginePool`."""
+    age: float = 0.0
+    """Decode steps since it began, without those in which it waited for memory."""
+
+    def __lt__(self, other: "Attempt") -> bool:
+        return (self.priority, self.order) < (other.priority, other.order)
 
 
-class Lifetimes:
-    """The mean lifetime of an attempt that is under way at a random moment: long ones count by their length."""
+@dataclass(frozen=True)
+class TurnShape:
+    """The turns of an environment: means for each sampled token."""
 
-    def __init__(self) -> None:
-        self._sum_s = self._sum_squares = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._sum_s += seconds - FORGET * self._sum_s
-        self._sum_squares += seconds**2 - FORGET * self._sum_squares
-
-    def mean_s(self, ages: Sequence[float]) -> float:
-        """Mean lifetime in seconds, at least the second between two reports. `ages`: of attempts under way, which live
-        at least so long."""
-        squares, total = self._sum_squares + sum(age**2 for age in ages), self._sum_s + sum(ages)
-        return max(1.0, squares / total) if total else 1.0
+    added: float = 0.0
+    """Tokens that the environment adds between turns."""
+    continued: float = 0.0
+    """Tokens of the conversation before a turn, which are read again if they are evicted between turns."""
 
 
-@dataclass
-class Window:
-    """Attempts that one engine can have under way."""
+@dataclass(frozen=True)
+class EngineReport:
+    """The state of one engine. `attempts`: those of this actor that are on it, the first ones to be served first."""
 
-    size: float
-    num_preempted: int
-    usage: float
-    """Mean usage of the last quarter of half a lifetime, for the slope."""
-    multiplies: bool = True
-    """True until the memory was once about to be full."""
-    pause: float = 0.0
-    """Lifetimes until the next cut."""
+    load: KvLoad
+    attempts: Sequence[Attempt]
+    num_in_flight: int
+    """Samples that this actor's attempts wait for."""
 
-    def follow(self, load: KvLoad, *, rereads: bool, is_binding: bool, life_s: float, oldest_s: float) -> None:
-        """Take a report, a second after the last one. `rereads`: too much that was evicted is read again. `is_binding`:
-        as many attempts are under way as may be."""
-        has_preempted = load.num_preempted > self.num_preempted
-        self.num_preempted = load.num_preempted
-        room = FULL - self._expected(load.usage, life_s / 2, oldest_s)
-        has_queue = load.num_waiting > max(1, QUEUE * load.num_running)
-        self.pause -= 1 / life_s
-        if has_preempted or rereads:
-            self.multiplies = False
-            if is_binding and self.pause <= 0:
-                self.size, self.pause = max(1.0, CUT * self.size), PAUSE
-                return
-        self.multiplies &= room > 0
-        if room > 0 and (has_queue or not is_binding):
+    def num_served(self, num_actors: int) -> int:
+        """Number of the first attempts that have memory or are between turns. The others wait for memory."""
+        num_waiting = max(0.0, self.num_in_flight - self.load.num_running / num_actors)
+        samples_each = max(1.0, self.num_in_flight / max(1, len(self.attempts)))
+        return max(0, len(self.attempts) - round(num_waiting / samples_each))
+
+
+def survival(ended: Floats, alive: Floats, limit: float) -> Callable[[Floats], Floats]:
+    """The share of attempts that become older than an age: the estimate of Kaplan and Meier, with one more attempt, of
+    which nothing is known. `ended`: ages at the end. `alive`: ages of those under way. Ages beyond all of these are as
+    likely as each other up to `limit`."""
+    ended, known = np.sort(ended), np.sort(np.concatenate([ended, alive]))
+    oldest = known[-1] if len(known) else 0.0
+    place_among_equals = np.arange(len(ended)) - np.searchsorted(ended, ended)
+    num_as_old = len(known) - np.searchsorted(known, ended) - place_among_equals + 1
+    shares = np.concatenate([[1.0], np.cumprod(1 - 1 / num_as_old)])
+
+    def share(ages: Floats) -> Floats:
+        beyond = np.clip((limit - ages) / (limit - oldest), 0.0, 1.0)
+        found: Floats = shares[np.searchsorted(ended, ages, side="right")] * np.where(ages > oldest, beyond, 1.0)
+        return found
+
+    return share
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The mean memory of an attempt by its age, as a share of the engine's."""
+
+    prompt: float
+    step: float
+    """What each decode step adds."""
+    largest: float
+    """Memory of a sequence of the full length."""
+    scale: float = 1.0
+    """Below 1 where attempts hold less than their ages say."""
+
+    def __call__(self, ages: Floats) -> Floats:
+        found: Floats = self.scale * np.minimum(self.largest, self.prompt + self.step * ages)
+        return found
+
+
+class EngineForecast:
+    """The memory of one engine ahead. Lifecycle: `follow` with each report; then `limit` and `allowance` hold."""
+
+    def __init__(self, num_actors: int, load: KvLoad, prompt: float = 0.0) -> None:
+        """`num_actors`: actors that share the engine and do the same. `prompt`: as of `Growth`, until there is one."""
+        self._num_actors = num_actors
+        self.growth = Growth(prompt, 1 / load.num_tokens, load.max_len / load.num_tokens)
+        self._missed = 0.0
+        """Mean square of what the last forecast has missed."""
+        self._active = 1.0
+        """Mean share of the attempts that sample; the others wait for a tool."""
+        self.limit = self.allowance = 0.0
+        """Attempts of this actor that may be under way, and those that may begin before the next report."""
+
+    def follow(self, report: EngineReport, ended: Floats, alive: Floats, shape: TurnShape, num_steps: float) -> None:
+        """Take a report, `num_steps` after the last one. `ended`, `alive`: as of `survival`, for all engines."""
+        ages = np.array([attempt.age for attempt in report.attempts])
+        self._fit(report, ages, shape)
+        end = max(self.growth.largest / self.growth.step, 2 * max(ended.max(initial=0.0), alive.max(initial=0.0)))
+        ahead = np.concatenate([[0.0], np.geomspace(max(1.0, end / 1000), end, NUM_TIMES)])
+        share = survival(ended, alive, end)
+        later = ages[:, None] + ahead
+        chance = share(later) / np.maximum(share(ages)[:, None], 1e-9)
+        memory = self.growth(later)
+        mean = self._num_actors * (memory * chance).sum(0)
+        variance = self._num_actors * (memory**2 * chance * (1 - chance)).sum(0) + self._missed
+        new = replace(self.growth, scale=1.0)(ahead) * share(ahead)
+        num_more = (1 - mean - SIGMAS * np.sqrt(variance)) / np.maximum(new, 1e-9) / self._num_actors
+        is_soon = ahead < max(num_steps, 1e-9)
+        self.limit = len(ages) + num_more[is_soon].min()
+        self.allowance = max(0.0, num_more[~is_soon].min(initial=math.inf))
+
+    def _fit(self, report: EngineReport, ages: Floats, shape: TurnShape) -> None:
+        """Fit the growth to the memory in use: each sample under way grows by a token a step, and by what is added
+        between turns. The rest is prompts, of which a group's attempts share one."""
+        load, num_served = report.load, report.num_served(self._num_actors)
+        step = (1 + shape.added) / load.num_tokens
+        if not (num_served and load.num_running):  # none is under way, or all are between turns
+            if not len(ages):
+                self.growth = replace(self.growth, step=step, scale=1.0)
             return
-        power = max(-MOST_GAIN, min(MOST_GAIN, GAIN * room))
-        if self.multiplies:
-            power = math.log(2) * DOUBLINGS * (room / FULL) ** 4
-        self.size = max(1.0, self.size * math.exp(power / life_s))
-
-    def _expected(self, usage: float, ahead_s: float, oldest_s: float) -> float:
-        """Usage half a lifetime ahead. As long as no lifetime is known, attempts live as long again as they have."""
-        over_s = max(1.0, ahead_s / 4)
-        self.usage += (usage - self.usage) / (1 + over_s)
-        slope = max(0.0, usage - self.usage) / over_s
-        return usage + slope * (max(ahead_s, oldest_s) if self.multiplies else ahead_s)
+        served = self._num_actors * num_served
+        active = load.num_running / served
+        self._active += WEIGHT * (active - self._active)
+        prompt = max(0.0, load.usage / served - active * step * ages[:num_served].mean())
+        fitted = Growth(prompt, active * step, self.growth.largest)
+        scale = load.usage / max(1e-9, self._num_actors * fitted(ages[:num_served]).sum())
+        if shape.continued / READ_SPEED > 1 / self._active - 1:  # to read again costs more than to wait idly
+            prompt, active = prompt / active, 1.0
+        before, self.growth = self.growth, Growth(prompt, active * step, self.growth.largest, min(1.0, scale))
+        error = self._num_actors * (self.growth(ages).sum() - before(ages).sum())
+        self._missed += WEIGHT * (error**2 - self._missed)
 
 
 class AdmissionControl:
-    """The number of attempts that one actor may have under way. Pure: reports in, a limit out.
+    """The number of attempts that one actor may have under way. Pure: reports in, numbers out.
 
     Lifecycle: `ended` for each attempt, `report` once a second. Engines that report no memory have no limit.
     """
 
-    def __init__(self, most: int, num_actors: int = 1, limit: int | None = None) -> None:
-        """`most`: upper bound. `num_actors`: environment actors that share the engines. `limit`: before the first
-        report; None: `most`."""
+    def __init__(self, most: int, num_actors: int = 1, *, follows: bool = False) -> None:
+        """`most`: upper bound. `num_actors`: environment actors that share the engines. `follows`: there will be
+        reports; before the first one attempts begin one at a time."""
         self.most, self._num_actors = most, num_actors
-        self._windows: dict[str, Window] = {}
-        self._lifetimes = Lifetimes()
-        self.limit = most if limit is None else limit
+        self._forecasts: dict[str, EngineForecast] = {}
+        self._num_steps: dict[str, float] = {}
+        self._reported_s = -math.inf
+        self._ended: deque[tuple[float, float, float]] = deque(maxlen=NUM_RECENT)
+        """Attempts that have ended since the last report: their age at that report, when they began and ended."""
+        self._ages_at_end: deque[float] = deque(maxlen=NUM_RECENT)
+        self.has_report = False
+        self._limit = float(most)
+        self._allowance = 0.0 if follows else math.inf
 
-    def ended(self, seconds: float) -> None:
-        """Note how long an attempt was under way."""
-        self._lifetimes.add(seconds)
+    def limit(self, num_under_way: int) -> int:
+        """Attempts that may be under way, when so many are: one in any case."""
+        return max(1, int(min(self.most, self._limit, num_under_way + self._allowance)))
 
-    def report(self, loads: Mapping[str, KvLoad | None], ages: Sequence[float], reread: float = 0.0) -> int:
-        """Set the limit by reports of the engines that serve now. `ages`: seconds that attempts are under way.
-        `reread`: tokens read again for each token sampled."""
-        if not loads:  # the engines are being replaced, and windows of theirs serve the next ones
-            return self.limit
-        known = {name: load for name, load in loads.items() if load is not None}
-        is_binding, life_s = len(ages) >= self.limit, self._lifetimes.mean_s(ages)
-        kept = {name: window for name, window in self._windows.items() if name in known}
-        for name, load in known.items():
-            if name in kept:
-                kept[name].follow(
-                    load, rereads=reread > REREAD, is_binding=is_binding, life_s=life_s, oldest_s=max(ages, default=0.0)
-                )
-            else:
-                sizes = [window.size for window in self._windows.values()]
-                size = sum(sizes) / len(sizes) if sizes else max(1.0, load.num_fitting / self._num_actors)
-                kept[name] = Window(size, load.num_preempted, load.usage, multiplies=not sizes)
-        for window in kept.values():
-            window.size = min(window.size, float(self.most))
-        self._windows = kept
-        total = sum(window.size for window in kept.values())
-        self.limit = max(1, min(self.most, int(total))) if len(known) == len(loads) else self.most
-        return self.limit
+    def hold(self, num_under_way: int) -> None:
+        """Keep as many under way as there are, until engines report again."""
+        if self.has_report and self._allowance < math.inf:
+            self._limit, self._allowance = float(num_under_way), math.inf
 
+    def begun(self) -> None:
+        """Note that an attempt has begun."""
+        self._allowance = max(0.0, self._allowance - 1)
 
-@dataclass(frozen=True, order=True)
-class _Place:
-    priority: int
-    order: int
-    came: float
-    entered: "asyncio.Future[None]" = field(compare=False)
+    def ended(self, attempt: Attempt, now_s: float) -> None:
+        """Note that an attempt has ended."""
+        self._ended.append((attempt.age, attempt.began_s, now_s))
+
+    def report(self, reports: Mapping[str, EngineReport | None], now_s: float, shape: TurnShape = TurnShape()) -> None:
+        """Set the limit by reports of the engines that serve now; None: of one that knows no limit."""
+        self.has_report = True
+        known = {name: report for name, report in reports.items() if report is not None}
+        steps = self._grow_older(known, now_s)
+        if len(known) < len(reports):
+            self._limit = self._allowance = math.inf
+            return
+        ended = np.array(self._ages_at_end)
+        alive = np.array([attempt.age for report in known.values() for attempt in report.attempts])
+        prompt = max((forecast.growth.prompt for forecast in self._forecasts.values()), default=0.0)
+        forecasts = {name: EngineForecast(self._num_actors, report.load, prompt) for name, report in known.items()}
+        forecasts.update({name: self._forecasts[name] for name in known if name in self._forecasts})
+        for name, report in known.items():
+            forecasts[name].follow(report, ended, alive, shape, steps[name])
+        self._forecasts = forecasts
+        self._limit = sum(forecast.limit for forecast in forecasts.values())
+        self._allowance = sum(forecast.allowance for forecast in forecasts.values())
+
+    def _grow_older(self, reports: Mapping[str, EngineReport], now_s: float) -> Mapping[str, float]:
+        """Add the decode steps since the last report to the ages. Returns them, by the engines' names."""
+        steps, before = dict[str, float](), self._reported_s
+        passed_s = max(1e-9, now_s - before)
+        for name, report in reports.items():
+            now = report.load.num_steps
+            steps[name] = max(0.0, now - self._num_steps.get(name, now))
+            self._num_steps[name] = now
+            for attempt in report.attempts[: report.num_served(self._num_actors)]:
+                attempt.age += steps[name] * (now_s - max(before, attempt.began_s)) / passed_s
+        mean = sum(steps.values()) / max(1, len(steps))
+        for age, began_s, ended_s in self._ended:
+            self._ages_at_end.append(age + mean * (ended_s - max(before, began_s)) / passed_s)
+        self._ended.clear()
+        self._reported_s = now_s
+        return steps
 
 
 class AttemptGate:
@@ -163,11 +251,10 @@ class AttemptGate:
 
     def __init__(self, control: AdmissionControl, patience_s: float = math.inf) -> None:
         """`patience_s`: longest wait because of the limit, in seconds. Then the upper bound alone counts."""
-        self._control, self._patience_s = control, patience_s
-        self._began: dict[_Place, float] = {}
-        """When the attempts under way have begun."""
-        self._waiting: list[_Place] = []
-        self._num_places = 0
+        self.control, self._patience_s = control, patience_s
+        self._under_way: set[Attempt] = set()
+        self._waiting: list[Attempt] = []
+        self._num_attempts = 0
 
     @property
     def num_waiting(self) -> int:
@@ -176,49 +263,63 @@ class AttemptGate:
 
     @property
     def num_under_way(self) -> int:
-        return len(self._began)
+        return len(self._under_way)
 
     @property
     def limit(self) -> int:
         """Largest number of attempts under way."""
-        return self._control.limit
+        return self.control.limit(self.num_under_way)
 
-    def report(self, loads: Mapping[str, KvLoad | None], reread: float = 0.0) -> None:
-        """Set the limit by reports of the engines, as `AdmissionControl.report` does. Attempts beyond it go on."""
-        now = asyncio.get_running_loop().time()
-        self._control.report(loads, [now - began for began in self._began.values()], reread)
+    def report(self, loads: Mapping[str, KvLoad | None], pool: EnginePool, shape: TurnShape = TurnShape()) -> None:
+        """Set the limit by reports of the engines. Attempts beyond it go on. Empty: engines are being replaced."""
+        if not loads:
+            self.control.hold(self.num_under_way)
+            return
+        names, on = list(loads), dict[str, list[Attempt]]()
+        for attempt in sorted(self._under_way):
+            name = pool.engine_of.get(attempt.conversation) if attempt.conversation is not None else None
+            name = name if name is not None else names[attempt.order % len(names)]  # it has not sampled yet
+            on.setdefault(name, []).append(attempt)
+        reports = {
+            name: EngineReport(load, on.get(name, ()), pool.load(name)) if load is not None else None
+            for name, load in loads.items()
+        }
+        self.control.report(reports, asyncio.get_running_loop().time(), shape)
         self._let_in()
 
     @asynccontextmanager
-    async def place(self, priority: int = 0) -> AsyncIterator[None]:
+    async def place(self, priority: int = 0) -> AsyncIterator[Attempt]:
         """Wait for a place, and keep it within the block. The lowest priority comes first."""
         loop = asyncio.get_running_loop()
-        self._num_places += 1
-        place = _Place(priority, self._num_places, loop.time(), loop.create_future())
-        heapq.heappush(self._waiting, place)
+        self._num_attempts += 1
+        attempt = Attempt(priority, self._num_attempts, loop.time(), loop.create_future())
+        heapq.heappush(self._waiting, attempt)
         self._let_in()
         try:
-            await place.entered
-            yield
+            await attempt.may_begin
+            yield attempt
         finally:
-            if place in self._began:
-                self._control.ended(loop.time() - self._began.pop(place))
+            if attempt in self._under_way:
+                self._under_way.remove(attempt)
+                self.control.ended(attempt, loop.time())
             else:
-                self._waiting.remove(place)
+                self._waiting.remove(attempt)
                 heapq.heapify(self._waiting)
             self._let_in()
 
     def _let_in(self) -> None:
-        now = asyncio.get_running_loop().time()
-        while self._waiting and len(self._began) < self._control.limit:
-            self._enter(heapq.heappop(self._waiting), now)
-        for place in sorted(place for place in self._waiting if now - place.came > self._patience_s):
-            if len(self._began) < self._control.most:
-                self._waiting.remove(place)
-                self._enter(place, now)
+        while self._waiting and len(self._under_way) < self.limit:
+            self._begin(heapq.heappop(self._waiting))
+        late = asyncio.get_running_loop().time() - self._patience_s
+        for attempt in sorted(attempt for attempt in self._waiting if attempt.came_s < late):
+            if len(self._under_way) < self.control.most:
+                self._waiting.remove(attempt)
+                self._begin(attempt)
         heapq.heapify(self._waiting)
 
-    def _enter(self, place: _Place, now: float) -> None:
-        self._began[place] = now
-        if not place.entered.done():  # cancelled just now: its block ends at once
-            place.entered.set_result(None)
+    def _begin(self, attempt: Attempt) -> None:
+        attempt.began_s = asyncio.get_running_loop().time()
+        self._under_way.add(attempt)
+        self.control.begun()
+        if not attempt.may_begin.done():  # cancelled just now: its block ends at once
+            attempt.may_begin.set_result(None)

@@ -128,8 +128,8 @@ class AttemptRunner:
         self.environment = environment
         self._config, self.make_sampler, self._keys = config, make_sampler, keys
         self._threads = ToolThreads(config.tool_threads)
-        self._gate = gate or AttemptGate(AdmissionControl(config.most_attempts))
-        self._gate_apart = AttemptGate(AdmissionControl(config.most_attempts))
+        self._gate = gate or AttemptGate(AdmissionControl(config.max_attempts))
+        self._gate_apart = AttemptGate(AdmissionControl(config.max_attempts))
         """The gate of attempts that other engines play."""
         self.counts = counts if counts is not None else Counter()
         self._sandboxes: dict[Limits, Sandbox] = {}
@@ -145,8 +145,9 @@ class AttemptRunner:
         gate = self._gate if make_sampler is None else self._gate_apart
         number = 0
         while True:
-            async with gate.place(sampling.priority):
-                found = await self._attempt(task, make(sampling), is_last=number == self._config.retries)
+            async with gate.place(sampling.priority) as place:
+                place.conversation = sampler = make(sampling)
+                found = await self._attempt(task, sampler, is_last=number == self._config.retries)
             if found is not None:
                 return found
             self.counts["attempts_retried"] += 1

@@ -21,7 +21,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.metering import table
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import Origin, exported
-from penstock.workers.agents.admission import AdmissionControl, AttemptGate
+from penstock.workers.agents.admission import AdmissionControl, AttemptGate, TurnShape
 from penstock.workers.agents.attempts import (
     ERROR_WINDOW,
     AttemptColumns,
@@ -90,11 +90,8 @@ class Environments(ServingActor):
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
         self._has_list = False
         """True once the controller has named the run's engines, also where there was none."""
-        first = 1 if spec.config.follows_memory else None
-        admission = AdmissionControl(spec.config.most_attempts, spec.num_peers, limit=first)
+        admission = AdmissionControl(spec.config.max_attempts, spec.num_peers, follows=True)
         self._gate = AttemptGate(admission, spec.config.timeout_s)
-        self._tokens = (0, 0)
-        """Tokens sampled, and read again, at the last report."""
         self._num_preempted: dict[str, int] = {}
         """Samples that each engine has preempted."""
         self._following: asyncio.Task[None] | None = None
@@ -141,8 +138,8 @@ class Environments(ServingActor):
         sampling = spec.rollout.sampling
         intake = GroupIntake(
             spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
-            spec.group_size, config.most_attempts, spec.num_peers, spec.rollout.truncated_to("drop"),
-            num_waiting=(lambda: self._gate.num_waiting) if config.follows_memory else None,
+            spec.group_size, config.max_attempts, spec.num_peers, spec.rollout.truncated_to("drop"),
+            num_waiting=lambda: self._gate.num_waiting,
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
         trained = spec.policies if spec.speaker else ("",)
@@ -153,9 +150,7 @@ class Environments(ServingActor):
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
         """Set the rollout actors that serve now, by names and handles."""
         self._has_list = True
-        self._pool.update(dict(members))
-        if self._gate.limit == 1:  # nothing is known of them yet
-            await self._report()
+        await self._serve(dict(members))
 
     async def play(self, *arguments: Any, **options: Any) -> list[list[AttemptResult]]:
         """Play a group of attempts at each task, as `trajectories` does. Returns what evaluation needs of each."""
@@ -173,7 +168,7 @@ class Environments(ServingActor):
         """Play a group of attempts at each task (the `task` column), one for each of its samplings. `pictures`: of each
         task; none in a run of text. `options`: what is changed of the environment's. Raises `ConfigError` for options
         that it cannot be made with."""
-        runner, make_sampler = self._runner_of(options or {}), self._sampler_over(dict(engines))
+        runner, make_sampler = self._runner_of(options or {}), await self._sampler_over(dict(engines))
         seen = [() if one is None else one.encoded for one in pictures or [None] * len(tasks)]
         found = map(Task.from_json, tasks, seen)
         groups = (runner.group(task, own, make_sampler) for task, own in zip(found, samplings, strict=True))
@@ -202,14 +197,17 @@ class Environments(ServingActor):
                 await runner.close()
         end_children(but=self._others)
 
+    async def _serve(self, engines: Mapping[str, Any]) -> None:
+        """Set the run's engines. Where nothing is known of their memory yet, they are asked first."""
+        self._pool.update(engines)
+        if not self._gate.control.has_report:
+            await self._report()
+
     async def _follow_engines(self, meters: Meters) -> None:
-        """Fit the number of attempts to the engines' memory, once a second while there are any. Without that only the
-        first actor asks the engines, to count what they preempt."""
-        asks = self._spec.config.follows_memory or not self._spec.index
+        """Fit the number of attempts to the engines' memory, once a second."""
         while True:
             await asyncio.sleep(REPORT_S)
-            if asks and self._gate.num_under_way:
-                await self._report()
+            await self._report()
             meters.put(table.ENVIRONMENT_UNDER_WAY, self._gate.num_under_way)
             meters.put(table.ENVIRONMENT_LIMIT, self._gate.limit)
 
@@ -220,16 +218,15 @@ class Environments(ServingActor):
         loads = {name: load for name, load in zip(members, found, strict=True) if not isinstance(load, BaseException)}
         for name, load in loads.items():
             self._num_preempted[name] = load.num_preempted if load is not None else 0
-        before, self._tokens = self._tokens, (self._counts["tokens_sampled"], self._counts["tokens_reread"])
-        num_sampled, num_reread = (now - then for now, then in zip(self._tokens, before, strict=True))
-        if self._spec.config.follows_memory:
-            self._gate.report(loads, num_reread / max(1, num_sampled))
+        num_sampled = max(1, self._counts["tokens_sampled"])
+        shape = TurnShape(self._counts["tokens_added"] / num_sampled, self._counts["tokens_continued"] / num_sampled)
+        self._gate.report(loads, self._pool, shape)
 
-    def _sampler_over(self, engines: Mapping[str, Any]) -> MakeSampler | None:
+    async def _sampler_over(self, engines: Mapping[str, Any]) -> MakeSampler | None:
         """What makes samplers over engines that no attempt of the run may use, as they are an evaluation's and have
         another version. None: they are the run's engines from now on."""
         if not self._has_list or self._pool.names & engines.keys():
-            self._pool.update(engines)
+            await self._serve(engines)
             return None
         assert self._make_sampler is not None
         pool = EnginePool(ask, self._spec.rollout.generate_timeout_s)

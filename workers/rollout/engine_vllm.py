@@ -297,7 +297,7 @@ class VllmEngine:
         if self.llm is None or self._stats is None:
             return None
         num_fitting = self.llm.vllm_config.cache_config.kv_cache_max_concurrency
-        return self._stats.kv_load(num_fitting) if num_fitting else None
+        return self._stats.kv_load(num_fitting, self._config.max_model_len) if num_fitting else None
 
     async def nonfinite_weights(self) -> list[str]:
         self.check_alive()
@@ -969,7 +969,7 @@ class VllmStats:
     def __init__(self, meters: Meters) -> None:
         self.num_waiting = self.num_running = self.num_preempted = 0
         """Numbers of sequences after the last step, and of those preempted so far for want of memory."""
-        self._usage = 0.0
+        self._usage = self._num_steps = 0.0
         self._num_excused = 0
         """Preemptions to come that new weights have caused: vLLM tells of one when its sequence goes on."""
         self._meters = meters
@@ -990,6 +990,8 @@ class VllmStats:
             return
         self.num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.num_running, self._usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._num_steps += iteration_stats.num_generation_tokens / max(1, self.num_running)
         self._count_preempted(iteration_stats.num_preempted_reqs if iteration_stats is not None else 0)
         prefixes = scheduler_stats.prefix_cache_stats
         self.num_read_again += prefixes.preempted_queries - prefixes.preempted_hits
@@ -1001,8 +1003,11 @@ class VllmStats:
         """Do not count the preemption of what is running now: new weights are the reason."""
         self._num_excused = self.num_running
 
-    def kv_load(self, num_fitting: float) -> KvLoad:
-        return KvLoad(num_fitting, self._usage, self.num_running, self.num_waiting, self.num_preempted)
+    def kv_load(self, num_fitting: float, max_len: int) -> KvLoad:
+        """`num_fitting`: sequences of `max_len` tokens that fit at once."""
+        return KvLoad(
+            num_fitting * max_len, max_len, self._usage, self.num_running, self._num_steps, self.num_preempted
+        )
 
     def _count_preempted(self, count: int) -> None:
         excused = min(count, self._num_excused)

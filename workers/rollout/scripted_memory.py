@@ -126,6 +126,7 @@ class MemoryScheduler:
         self._running: list[SimulatedRequest] = []
         self._waiting: list[SimulatedRequest] = []
         self._num_requests = self.num_preempted = 0
+        self._num_steps = 0.0
         self._work: asyncio.Task[None] | None = None
 
     async def answer(self, prompt_ids: Sequence[int], token_ids: Sequence[int], priority: int) -> SimulatedRequest:
@@ -144,8 +145,11 @@ class MemoryScheduler:
         return request
 
     def load(self) -> KvLoad:
-        fits = self._model.num_tokens / self._model.max_model_len
-        return KvLoad(fits, self.cache.usage, len(self._running), len(self._waiting), self.num_preempted)
+        model = self._model
+        return KvLoad(
+            model.num_tokens, model.max_model_len, self.cache.usage, len(self._running), self._num_steps,
+            self.num_preempted,
+        )  # fmt: skip
 
     async def _answer_all(self) -> None:
         while self._running or self._waiting:
@@ -154,6 +158,7 @@ class MemoryScheduler:
             steps = max((self._num_new(request) for request in decoding), default=0)
             model = self._model
             await asyncio.sleep(num_read * model.read_s + steps * (model.step_s + len(decoding) * model.sample_s))
+            self._num_steps += sum(map(self._num_new, decoding)) / max(1, len(decoding))
             for request in decoding:
                 if request in self._running:
                     request.versions += [self._version()] * self._num_new(request)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.agents import attempts_actor
 from penstock.workers.agents.attempts import AttemptColumns
 from penstock.workers.agents.attempts_actor import Environments, EnvironmentSpec
-from penstock.workers.protocols import Sampling
+from penstock.workers.protocols import KvLoad, Sampling
 from penstock.workers.runtime.processes import children
 from tests.workers.agents.gateway.chat_models import Saying, tokenizer
 
@@ -136,11 +137,54 @@ def test_attempts_of_an_evaluation_have_its_engines_and_no_others_have_them(
     asyncio.run(scenario())
 
 
+def test_a_session_asks_engines_for_their_memory_before_its_first_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KvLoadMethod:
+        async def remote(self) -> KvLoad:
+            return KvLoad(40_000, 1000, 0.0, 0, 0.0, 0)
+
+    monkeypatch.setattr(attempts_actor, "load_tokenizer", lambda path: tokenizer())
+    monkeypatch.setattr(attempts_actor, "EnginePool", lambda ask, timeout_s: Pool())
+    (tmp_path / "together.py").write_text(TOGETHER)
+    config = EnvironmentConfig(name=f"{tmp_path}/together.py:Together")
+
+    async def scenario() -> list[float]:
+        environments = Environments(
+            EnvironmentSpec("Environment-0", 0, config, RolloutConfig(), "", 0, 1, AttemptColumns())
+        )
+        await environments.start()
+        try:
+            engines = [("Rollout-0", SimpleNamespace(kv_load=KvLoadMethod()))]
+            ((*attempts,),) = await environments.play(engines, ['{"index": 0}'], [[Sampling()] * 4])
+            return [attempt.reward for attempt in attempts]
+        finally:
+            await environments.close()
+
+    assert asyncio.run(scenario()) == [4.0] * 4
+
+
+TOGETHER = """
+import asyncio
+
+class Together:
+    num_here = 0
+
+    async def run(self, task, ctx):
+        self.num_here += 1
+        while self.num_here < 4:
+            await asyncio.sleep(0)
+        await ctx.sample([{"role": "user", "content": "all are here"}])
+        ctx.reward(self.num_here)
+"""
+
+
 class Pool(Saying):
     """Engines that always answer."""
 
     num_again = 0
     members: Mapping[str, object] = {}
+    engine_of: Mapping[object, str] = {}
 
     def __init__(self) -> None:
         super().__init__(["x"] * 9)
@@ -148,7 +192,10 @@ class Pool(Saying):
     names: frozenset[str] = frozenset()
 
     def update(self, members: Mapping[str, object]) -> None:
-        self.names = frozenset(members)
+        self.members, self.names = members, frozenset(members)
+
+    def load(self, name: str) -> int:
+        return 0
 
 
 @pytest.mark.real

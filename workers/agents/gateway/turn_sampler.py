@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.conf.errors import AttemptOver, DataError, LimitReached, SamplingError, suggest
-from penstock.workers.agents.admission import num_reread
 from penstock.workers.agents.gateway.conversation import (
     ConversationFormat,
     Key,
@@ -32,7 +31,7 @@ from penstock.workers.agents.gateway.engine_pool import Engines
 from penstock.workers.agents.trajectory import Turn
 from penstock.workers.pictures.processor import PictureProcessor
 from penstock.workers.pictures.prompt_pictures import NO_PICTURES, PromptPictures
-from penstock.workers.protocols import Sampling
+from penstock.workers.protocols import Completion, Sampling
 
 MUST_CALL = "must_call"
 """Option that names the tool which an answer has to call, or is `ANY` of them: a structure is made of it."""
@@ -40,6 +39,9 @@ OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stru
 """Options in which a request may differ from the run."""
 DISTRIBUTION = OPTIONS[:4]
 """Options that a client chooses only with `environment.gateway.sampling=client`, and never in a greedy attempt."""
+
+SLACK_TOKENS = 64
+"""Tokens of a prefix that are read again in any case: the last block is not full."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,8 @@ class TurnSampler:
         if parent is not None:
             num_known = len(parent.prompt_ids) + len(parent.output_ids)
             self.counts["tokens_reread"] += num_reread(num_known, parent.versions[-1:], completion)
+            self.counts["tokens_continued"] += num_known
+            self.counts["tokens_added"] += len(prompt.ids) - num_known
         self.counts["tokens_sampled"] += len(completion.token_ids)
         self.counts["turns"] += 1
         self.counts["calls"] += len(read.calls)
@@ -409,6 +413,14 @@ class TurnSampler:
             raise LimitReached(self._end_reason.limit, str(self._end_reason))
         if self._end_reason is not None:
             raise AttemptOver(str(self._end_reason))
+
+
+def num_reread(num_known: int, versions: Sequence[int], completion: Completion) -> int:
+    """Number of tokens that the engine has read again, as their prefix was evicted, or is on another engine.
+    `num_known`: tokens of the conversation so far. `versions`: of its last token: newer weights read all of it anew."""
+    if completion.num_cached is None or [*completion.versions[:1]] != [*versions]:
+        return 0
+    return max(0, num_known - SLACK_TOKENS - completion.num_cached)
 
 
 def _is_cancelled() -> bool:
