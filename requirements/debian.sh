@@ -34,6 +34,7 @@ fi
 [ "$1" = setup ] || program chromium chromium
 if [ "$1" = verify ]; then
   program prometheus prometheus
+  program umoci umoci
   program ip iproute2
   program tc iproute2
 fi

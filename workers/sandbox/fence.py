@@ -142,6 +142,7 @@ SOCKETS = {
 argument's index, a mask, and the values."""
 OF_THE_KEEPER = """
     mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212 setxattr=188/5
+    chroot=161/51
 """
 """Calls that only the program that keeps the fence needs, between executions."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -198,6 +199,8 @@ class WorkspaceView:
     """Directory of the original tree, which belongs to the user of the fence."""
     at: str = "/workspace"
     """Directory inside where the workspace's tree is."""
+    start: str = ""
+    """Directory where commands start in a tree that is their whole file system; empty: it is not."""
     shown: tuple[Path, ...] = ()
     """Paths of this machine that are shown read-only at their own places."""
     links: tuple[tuple[str, str], ...] = ()
@@ -290,6 +293,7 @@ def workspace_words(view: WorkspaceView, etc: Sequence[int]) -> list[str]:
     """Arguments for what a workspace's fence has besides. The keeper needs `CAP_DAC_OVERRIDE` for overlayfs, whose
     directory for work nobody may enter."""
     words = ["--cap-add", "CAP_DAC_OVERRIDE", "--ro-bind", str(view.tree), LOWER, "--dir", SPACE, "--proc", "/proc"]
+    words += ["--cap-add", "CAP_SYS_CHROOT"] if view.start else []
     words += [*above(Path(view.at)), "--perms", "0755", "--dir", view.at, "--symlink", "/proc/self/fd", "/dev/fd"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]

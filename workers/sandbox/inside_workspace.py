@@ -42,8 +42,10 @@ from penstock.workers.sandbox.inside import (
 )
 
 READ_ONLY, NO_SUID_DEVICES, NO_PROGRAMS = 1, 2 | 4, 8
-BIND = 4096
+BIND, RECURSIVE = 4096, 16384
 LOWER, SPACE = "/original", "/changes"
+MOUNTED = ("proc", "dev", "tmp")
+"""Directories of a tree that is a whole file system where something else is mounted."""
 OWN_UPPER = NUM_FILES
 """Descriptor of upper in a process that reads or writes the tree for the worker."""
 UPPER = f"/proc/self/fd/{OWN_UPPER}"
@@ -64,10 +66,13 @@ class WorkspaceKeeper(Keeper):
         super().__init__(control, options["limits"], options["programs"])
         self.options = options
         self.at: str = options["workspace"]["at"]
+        self.start: str = options["workspace"]["start"]
+        """Directory where commands start in a tree that is their whole file system; empty: it is not."""
         self.kind: str = options["workspace"]["kind"]
         self.interrupts = select.POLLIN
         self.upper: int = options["workspace"].get("upper", -1)
-        self.proc = os.stat("/proc").st_dev
+        self.proc = f"{self.at}/proc" if self.start else "/proc"
+        """Place for the /proc of a command."""
 
     def serve(self) -> None:
         if "counted" not in self.options:
@@ -114,9 +119,10 @@ class WorkspaceKeeper(Keeper):
 
     def _execute(self, files: list[int], wall_s: float) -> dict[str, Any]:
         started = time.perf_counter()
+        before = os.stat(self.proc).st_dev
         facts = self._fork(files, wall_s)
-        if os.stat("/proc").st_dev != self.proc:
-            checked("umount2", b"/proc", MNT_DETACH)
+        if os.stat(self.proc).st_dev != before:
+            checked("umount2", self.proc.encode(), MNT_DETACH)
         return facts | {"seconds": time.perf_counter() - started}
 
     def mount_tree(self) -> None:
@@ -143,6 +149,13 @@ class WorkspaceKeeper(Keeper):
         checked("mount", tmp.encode(), b"/tmp", None, BIND, None)
         self.upper = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         checked("umount2", SPACE.encode(), MNT_DETACH)
+        for name in MOUNTED if self.start else ():
+            place = f"{self.at}/{name}"
+            if os.path.islink(place):
+                raise SystemExit(f"its tree has a link at /{name}, where a directory belongs")
+            os.makedirs(place, exist_ok=True)
+            if name != "proc":
+                checked("mount", f"/{name}".encode(), place.encode(), None, BIND | RECURSIVE, None)
 
     def _reset(self) -> None:
         """Forget all changes."""
@@ -169,9 +182,13 @@ class WorkspaceKeeper(Keeper):
         # this in a /proc that is read-only.
         os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
         if is_code:
-            checked("mount", b"proc", b"/proc", b"proc", READ_ONLY | NO_SUID_DEVICES | NO_PROGRAMS, None)
+            checked("mount", b"proc", self.proc.encode(), b"proc", READ_ONLY | NO_SUID_DEVICES | NO_PROGRAMS, None)
+        start = self.at
+        if self.start and task in ("run", "read", "write"):
+            os.chroot(self.at)
+            start = self.start
         fence_in(self.limits if is_code else self.limits | {"file_bytes": self._packed_bytes()}, self.program)
-        os.chdir(self.at)
+        os.chdir(start)
         return getattr(self, f"do_{task}")(request) or 0
 
     def _packed_bytes(self) -> int:
@@ -247,7 +264,8 @@ class WorkspaceKeeper(Keeper):
                     target.write(difference(path, f"{UPPER}/{path}"))
 
     def _changes(self) -> Iterator[Change]:
-        return changes(UPPER, LOWER, self.kind)
+        found = changes(UPPER, LOWER, self.kind)
+        return (change for change in found if not self.start or change[1] not in MOUNTED)
 
     def _restore(self, path: str) -> None:
         place = self._real_path(path)

@@ -10,9 +10,11 @@ any tree does.
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import stat
+import subprocess
 import tarfile
 import tempfile
 import weakref
@@ -26,6 +28,11 @@ from pathlib import Path
 from penstock.conf.errors import ConfigError
 
 OWNER_ONLY = 0o700
+TAG = "org.opencontainers.image.ref.name"
+UNPACK_S = 1800.0
+UNREADABLE = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, OSError, EOFError, subprocess.TimeoutExpired,
+)  # fmt: skip
 SUFFIXES = ("tar", "tar.gz", "tgz", "tar.bz2", "tar.xz", "zip")
 
 
@@ -130,7 +137,9 @@ def unpack(source: Path, directory: Path, owner: int | None) -> None:
     made.mkdir(mode=0o755)
     tree = made / "tree"
     try:
-        if source.is_dir():
+        if (source / "oci-layout").is_file():
+            unpack_image(source, tree)
+        elif source.is_dir():
             shutil.copytree(source, tree, symlinks=True, ignore=special_files)
         elif zipfile.is_zipfile(source):
             with zipfile.ZipFile(source) as archive:
@@ -138,7 +147,7 @@ def unpack(source: Path, directory: Path, owner: int | None) -> None:
         else:
             with tarfile.open(source) as archive:
                 archive.extractall(tree, filter=plain_member)
-    except (tarfile.TarError, zipfile.BadZipFile, shutil.Error, OSError, EOFError, zlib.error, LZMAError) as error:
+    except UNREADABLE as error:
         shutil.rmtree(made, ignore_errors=True)
         raise ConfigError(
             f"workspace: {source} cannot be unpacked: {error}. A tree is a directory or an archive ("
@@ -146,6 +155,23 @@ def unpack(source: Path, directory: Path, owner: int | None) -> None:
         ) from None
     give(tree, owner)
     made.rename(directory)
+
+
+def unpack_image(layout: Path, tree: Path) -> None:
+    """Unpack the only image of a directory in the OCI's layout."""
+    umoci = shutil.which("umoci")
+    if umoci is None:
+        raise ConfigError(f"workspace: {layout} is an image, and there is no umoci on the PATH. `apt install umoci`.")
+    images = json.loads((layout / "index.json").read_text())["manifests"]
+    if len(images) != 1 or TAG not in images[0].get("annotations", {}):
+        raise ConfigError(
+            f"workspace: {layout} has not one image with a tag, but {len(images)}. Copy one into its own."
+        )
+    image = f"{layout}:{images[0]['annotations'][TAG]}"
+    words = [umoci, "raw", "unpack", "--rootless", "--image", image, str(tree)]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=UNPACK_S)
+    if done.returncode:
+        raise OSError(done.stderr.strip()[-300:])
 
 
 def special_files(place: str, names: list[str]) -> list[str]:

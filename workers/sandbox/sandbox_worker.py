@@ -326,7 +326,12 @@ def _options(control: int, limits: Limits, rehearse: bool, view: WorkspaceView |
         "control": control, "limits": asdict(limits), "programs": programs, "devices": DEVICES, "rehearse": rehearse,
     }  # fmt: skip
     if view is not None:
-        options["workspace"] = {"source": WORKSPACE_KEEPER.read_text(), "at": view.at, "kind": kind}
+        options["workspace"] = {
+            "source": WORKSPACE_KEEPER.read_text(),
+            "at": view.at,
+            "start": view.start,
+            "kind": kind,
+        }
     return options
 
 

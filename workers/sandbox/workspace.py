@@ -56,6 +56,9 @@ eval "$2"
 """
 """What a command of a shell runs in, with the file of the shell's state and the command as arguments."""
 BASH = "/bin/bash"
+ROOT = "/rootfs"
+"""Place in the fence of a tree that is a whole file system."""
+PATH_OF_IMAGES = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 VARIABLES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
 KINDS = {"overlay": "workspaces by overlayfs", "copy": "workspaces by full copies in memory (no overlayfs here)"}
 KEPT_TREES = 8
@@ -69,12 +72,15 @@ OWN_S = 120.0
 class WorkspaceOptions(TypedDict, total=False):
     """Further arguments of `Workspaces.open` and `ctx.workspace`.
 
-    `at`: the tree's directory inside; /workspace. `show`: paths of this machine that commands may read at their own
-    places, such as an environment with the tree's dependencies. `links`: symbolic links at other places, such as
-    {"/logs": "/tmp/logs"}. `variables`: of commands' environment, besides PATH, HOME and the like. `limits`: `LIMITS`.
+    `at`: the tree's directory inside; /workspace. `root`: the tree is a whole file system, such as an image's, which
+    commands have instead of this machine's programs, and start at `at` in it; /. `show`: paths of this machine that
+    commands may read at their own places, such as an environment with the tree's dependencies. `links`: symbolic links
+    at other places, such as {"/logs": "/tmp/logs"}. `variables`: of commands' environment, besides PATH, HOME and the
+    like. `limits`: `LIMITS`.
     """
 
     at: str
+    root: bool
     show: Sequence[str | os.PathLike[str]]
     links: Mapping[str, str] | None
     variables: Mapping[str, str] | None
@@ -94,14 +100,17 @@ class WorkspaceSpec:
     @classmethod
     def of(cls, tree: OriginalTree, machine: FencePrograms, options: WorkspaceOptions) -> "WorkspaceSpec":
         """Raises `ConfigError`."""
-        at, limits = options.get("at", "/workspace"), options.get("limits") or LIMITS
+        is_root, limits = options.get("root", False), options.get("limits") or LIMITS
+        at = options.get("at", "/" if is_root else "/workspace")
         if limits.memory_bytes <= limits.tmp_bytes + limits.tmp_files * FILE_BYTES:
             raise ConfigError(
                 f"workspace: memory_bytes={limits.memory_bytes:,} holds what is changed, too: tmp_bytes="
                 f"{limits.tmp_bytes:,}, and {FILE_BYTES} bytes for each of tmp_files={limits.tmp_files:,}. Allow less "
                 "or give more."
             )
-        if not os.path.isabs(at) or at in ("/", "/tmp") or os.path.normpath(at) != at:
+        if is_root and (options.get("show") or options.get("links")):
+            raise ConfigError("workspace: root=True shows nothing else: put into the tree what show and links are for.")
+        if not os.path.isabs(at) or (at == "/" and not is_root) or at == "/tmp" or os.path.normpath(at) != at:
             raise ConfigError(f"workspace: at={at!r} is no absolute path of a directory other than / and /tmp.")
         shown = tuple(Path(os.path.realpath(path)) for path in options.get("show", ()))
         for path in shown:
@@ -110,9 +119,11 @@ class WorkspaceSpec:
                     f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
                     "files of its own. Show a path that lies elsewhere."
                 )
-        view = WorkspaceView(tree.path, at, shown, tuple((options.get("links") or {}).items()))
-        variables = {"PATH": f"{machine.prefix}/bin:/usr/bin:/bin", **VARIABLES, **(options.get("variables") or {})}
-        return cls(tree, view, limits, variables)
+        path = {"PATH": f"{machine.prefix}/bin:/usr/bin:/bin" if not is_root else PATH_OF_IMAGES}
+        variables = path | VARIABLES | dict(options.get("variables") or {})
+        links = tuple((options.get("links") or {}).items())
+        place, start = (ROOT, at) if is_root else (at, "")
+        return cls(tree, WorkspaceView(tree.path, place, start, shown, links), limits, variables)
 
 
 class Snapshot:
@@ -228,7 +239,11 @@ class Workspace:
         an empty /tmp, and `files` (None: removed), whatever was changed there. Changes that cannot be applied, or
         leave no room for `files`, are an outcome, too, with the reason "changes". Raises `WorkspaceError` for files
         that lie beyond a link of the original that leads out."""
-        hidden = {os.path.normpath(path): content for path, content in (files or {}).items()}
+        start = self._spec.view.start
+        hidden = {
+            os.path.normpath(os.path.join(start, path)).removeprefix(start and "/"): content
+            for path, content in (files or {}).items()
+        }
         request = {"do": "apply", "protected": [*protected, *(f"./{path}" for path in hidden)]}
         tree = os.path.realpath(self._spec.tree.path)
         for path in hidden:

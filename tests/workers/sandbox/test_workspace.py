@@ -303,7 +303,7 @@ def test_memory_without_attributes_of_files_holds_a_copy(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "setxattr", refused)
     keeper = object.__new__(inside_workspace.WorkspaceKeeper)
-    keeper.kind, keeper.at, keeper.tmp = "overlay", str(tmp_path / "at"), b""
+    keeper.kind, keeper.at, keeper.tmp, keeper.start = "overlay", str(tmp_path / "at"), b"", ""
     keeper.mount_tree()
     os.close(keeper.upper)
     assert keeper.kind == "copy"
