@@ -3,7 +3,7 @@ bit for bit."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,9 +85,11 @@ def train_in_two_turns(config: RunConfig, model_path: str) -> dict[str, torch.Te
 
 @dataclass
 class Learner:
-    """A policy of `train_two`: a model of its own with PEFT's layers."""
+    """A policy of `train_two`: a model of its own with PEFT's layers, and an engine of its own."""
 
     policy: Any
+    engine: HfEngine
+    scale: float
     optimizer: torch.optim.AdamW
     every: int
 
@@ -99,6 +101,13 @@ class Learner:
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        with torch.no_grad():
+            for layer, (a, b) in self.factors.items():
+                base, change = (
+                    self.policy.get_submodule(layer).base_layer.weight,
+                    torch.from_numpy(b) @ torch.from_numpy(a),
+                )
+                self.engine.model.get_parameter(f"{layer}.weight").copy_(base + self.scale * change)
 
     @property
     def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -115,15 +124,13 @@ def train_two(config: RunConfig, model_path: str) -> dict[str, dict[str, tuple[n
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(model_path)
     names = tuple(config.trainer.policies)
-    engine = HfEngine(EngineSpec(config.rollout, model_path, adapter=config.trainer.lora, policies=names))
-    engine.open_model()
     learners = {name: _learner(config, name, model_path) for name in names}
     sampling, num_groups = Sampling.of(config.rollout.sampling), config.trainer.groups_per_step
     source = open_source(config, model_path, rows_are="tasks")
 
     def say(policy: str, text: str, seed: int | None) -> tuple[list[int], Any, float]:
         read = list(tokenizer(f"{text}\n", add_special_tokens=False)["input_ids"])
-        (one,) = engine.generate_group(read, 1, replace(sampling.seeded(seed), policy=policy))
+        (one,) = learners[policy].engine.generate_group(read, 1, sampling.seeded(seed))
         return read, one, share_of_digits(tokenizer.decode(one.token_ids).removesuffix(tokenizer.eos_token))
 
     for step in range(config.trainer.max_steps):
@@ -147,7 +154,6 @@ def train_two(config: RunConfig, model_path: str) -> dict[str, dict[str, tuple[n
             if (step + 1) % learner.every == 0:
                 clip_norm = config.trainer.optimizer_of(name).clip_norm
                 learner.update(rows[name], clip_norm, config.trainer.microbatch_tokens)
-            engine._adapters.publish(name, learner.factors, config.trainer.lora.alpha / config.trainer.lora.rank)
     return {name: learner.factors for name, learner in learners.items()}
 
 
@@ -163,7 +169,9 @@ def _learner(config: RunConfig, name: str, model_path: str) -> Learner:
         [one for one in policy.parameters() if one.requires_grad], lr=options.lr, betas=tuple(options.betas),
         eps=options.eps, weight_decay=options.weight_decay, fused=True,
     )  # fmt: skip
-    return Learner(policy, optimizer, config.trainer.every(name))
+    engine = HfEngine(EngineSpec(config.rollout, model_path))
+    engine.open_model()
+    return Learner(policy, engine, lora.alpha / lora.rank, optimizer, config.trainer.every(name))
 
 
 def train_seeing(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:

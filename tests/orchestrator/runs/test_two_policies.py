@@ -113,6 +113,13 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(
     assert different(result, straight) == []
 
 
+def test_engines_and_ranks_that_take_turns_change_no_bit(
+    tmp_path: Path, cluster: str, model_path: str, straight: Adapters
+) -> None:
+    result = run(settings(model_path, tmp_path, "name=turns", "placement=colocated"), both(SIZE), quiet=True)
+    assert different(result, straight) == []
+
+
 def test_an_asynchronous_run_keeps_the_bound(tmp_path: Path, cluster: str, model_path: str) -> None:
     config = settings(model_path, tmp_path, "name=ahead", "max_staleness=2", "trainer.max_steps=8")
     lines = metrics_of(run(config, both(SIZE), quiet=True).directory)
