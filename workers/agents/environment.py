@@ -199,8 +199,8 @@ class Context:
     ) -> AbstractAsyncContextManager[Workspace]:
         """Open a copy-on-write tree for commands that the model wrote, one after the other and with state:
         `async with ctx.workspace("repository.tar.gz") as ws: await ws.run("ls")`. `source`: a directory or an archive,
-        unpacked once a node. `options`: `at` (its directory inside), `show` (paths of this machine that commands may
-        read), `links`, `variables`, `limits`."""
+        unpacked once a node. `options`: `at` (its directory inside), `root` (it is a whole file system), `show` (paths
+        of this machine that commands may read), `links`, `variables`, `limits`."""
         return self._make_workspace(source, **options)
 
     def reward(self, value: float, turn: Turn | None = None, *, policy: str | None = None) -> None:
