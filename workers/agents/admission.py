@@ -109,11 +109,9 @@ class Growth:
     """What each decode step adds."""
     largest: float
     """Memory of a sequence of the full length."""
-    scale: float = 1.0
-    """Below 1 where attempts hold less than their ages say."""
 
     def __call__(self, ages: Floats) -> Floats:
-        found: Floats = self.scale * np.minimum(self.largest, self.prompt + self.step * ages)
+        found: Floats = np.minimum(self.largest, self.prompt + self.step * ages)
         return found
 
 
@@ -143,30 +141,28 @@ class EngineForecast:
         memory = self.growth(later)
         mean = self._num_actors * (memory * chance).sum(0)
         variance = self._num_actors * (memory**2 * chance * (1 - chance)).sum(0) + self._missed
-        new = replace(self.growth, scale=1.0)(ahead) * share(ahead)
+        new = self.growth(ahead) * share(ahead)
         num_more = (1 - mean - SIGMAS * np.sqrt(variance)) / np.maximum(new, 1e-9) / self._num_actors
         is_soon = ahead < max(num_steps, 1e-9)
         self.limit = len(ages) + num_more[is_soon].min()
         self.allowance = max(0.0, num_more[~is_soon].min(initial=math.inf))
 
     def _fit(self, report: EngineReport, ages: Floats, shape: TurnShape) -> None:
-        """Fit the growth to the memory in use: each sample under way grows by a token a step, and by what is added
-        between turns. The rest is prompts, of which a group's attempts share one."""
+        """Fit the growth to the memory in use. An attempt samples a share of the time, `active`: then it grows by a
+        token a step, and by what is added between turns, and has memory. The rest in use is prompts."""
         load, num_served = report.load, report.num_served(self._num_actors)
         step = (1 + shape.added) / load.num_tokens
         if not (num_served and load.num_running):  # none is under way, or all are between turns
             if not len(ages):
-                self.growth = replace(self.growth, step=step, scale=1.0)
+                self.growth = replace(self.growth, step=step)
             return
         served = self._num_actors * num_served
         active = load.num_running / served
         self._active += WEIGHT * (active - self._active)
-        prompt = max(0.0, load.usage / served - active * step * ages[:num_served].mean())
-        fitted = Growth(prompt, active * step, self.growth.largest)
-        scale = load.usage / max(1e-9, self._num_actors * fitted(ages[:num_served]).sum())
+        prompt, step = max(0.0, load.usage / served - active**2 * step * ages[:num_served].mean()), active**2 * step
         if shape.continued / READ_SPEED > 1 / self._active - 1:  # to read again costs more than to wait idly
-            prompt, active = prompt / active, 1.0
-        before, self.growth = self.growth, Growth(prompt, active * step, self.growth.largest, min(1.0, scale))
+            prompt, step = prompt / active, step / active
+        before, self.growth = self.growth, Growth(prompt, step, self.growth.largest)
         error = self._num_actors * (self.growth(ages).sum() - before(ages).sum())
         self._missed += WEIGHT * (error**2 - self._missed)
 
