@@ -150,7 +150,7 @@ class Environments(ServingActor):
     async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
         """Set the rollout actors that serve now, by names and handles."""
         self._has_list = True
-        await self._serve(dict(members))
+        await self._use(dict(members))
 
     async def play(self, *arguments: Any, **options: Any) -> list[list[AttemptResult]]:
         """Play a group of attempts at each task, as `trajectories` does. Returns what evaluation needs of each."""
@@ -197,7 +197,7 @@ class Environments(ServingActor):
                 await runner.close()
         end_children(but=self._others)
 
-    async def _serve(self, engines: Mapping[str, Any]) -> None:
+    async def _use(self, engines: Mapping[str, Any]) -> None:
         """Set the run's engines. Where nothing is known of their memory yet, they are asked first."""
         self._pool.update(engines)
         if not self._gate.control.has_report:
@@ -226,7 +226,7 @@ class Environments(ServingActor):
         """What makes samplers over engines that no attempt of the run may use, as they are an evaluation's and have
         another version. None: they are the run's engines from now on."""
         if not self._has_list or self._pool.names & engines.keys():
-            await self._serve(engines)
+            await self._use(engines)
             return None
         assert self._make_sampler is not None
         pool = EnginePool(ask, self._spec.rollout.generate_timeout_s)
