@@ -166,7 +166,7 @@ class FenceWorker:
     def close(self) -> None:
         """Take the fence down, with all that is in it. May be called twice; waits for its processes up to `END_S`."""
         if self._cut_off():
-            self._remove()
+            self.remove()
 
     def _cut_off(self) -> bool:
         """Have the kernel end all that is in the fence. Returns False if that was done before."""
@@ -183,7 +183,7 @@ class FenceWorker:
             os.close(self.handle)
         return True
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
         """Wait until the processes are gone, and remove their control group."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S if self.keeper else 0.2)

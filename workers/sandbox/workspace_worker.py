@@ -45,7 +45,7 @@ class WorkspaceWorker(FenceWorker):
     def close(self) -> None:
         """Take the fence down. A thread waits for its end: the kernel frees the memory of all changes before."""
         if self._cut_off():
-            self._removal = self._loop.run_in_executor(None, self._remove)
+            self._removal = self._loop.run_in_executor(None, self.remove)
 
     async def closed(self) -> None:
         """Close, and wait until the processes are gone and the memory is free; `CLOSE_S` at most, which is logged."""

@@ -393,14 +393,14 @@ def test_a_lost_fence_is_the_machines_failure_and_not_the_policys(room, ws):
 def test_the_loop_runs_on_while_the_memory_of_a_closed_workspace_is_freed(repository, monkeypatch):
     room, may_end, ended = Room(repository), threading.Event(), []
     kept, slow = room.open(), room.open()
-    remove = slow.worker._remove
+    remove = slow.worker.remove
 
     def removed() -> None:
         assert may_end.wait(GONE_S)
         remove()
         ended.append(slow.worker.process.returncode)
 
-    monkeypatch.setattr(slow.worker, "_remove", removed)
+    monkeypatch.setattr(slow.worker, "remove", removed)
 
     async def closed() -> None:
         leaving = asyncio.create_task(slow.__aexit__())
@@ -424,8 +424,8 @@ async def test_closing_waits_no_longer_than_its_deadline(repository, monkeypatch
     monkeypatch.setattr(workspace_worker, "CLOSE_S", 0.05)
     workspaces, may_end = Workspaces(), threading.Event()
     async with workspaces.open(repository) as ws:
-        remove = ws.worker._remove
-        monkeypatch.setattr(ws.worker, "_remove", lambda: may_end.wait(GONE_S) and remove())
+        remove = ws.worker.remove
+        monkeypatch.setattr(ws.worker, "remove", lambda: may_end.wait(GONE_S) and remove())
     await workspaces.close()
     assert f"process {ws.worker.process.pid} of its fence is not gone after 0.05 s" in caplog.text
     may_end.set()
