@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.algorithms.builtin.policy_gradient import policy_gradient
+from penstock.algorithms.builtin.ppo import ppo
+from penstock.algorithms.catalogue import in_environment
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.algorithms import GrpoConfig
+from penstock.conf.algorithms import GrpoConfig, PolicyGradientConfig, PpoConfig
 from penstock.conf.errors import DataflowError
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
@@ -17,8 +20,11 @@ from penstock.store.client.store_client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
+from penstock.workers.agents.attempts import AttemptColumns
+from penstock.workers.agents.trajectory import Trajectory
 from penstock.workers.compute import ComputeWorker
 from penstock.workers.runtime.serving import COMPUTING, Phases
+from tests.workers.histories import turn
 
 ROWS = {
     "reward": [1.0, 0.0, 3.0, 5.0],
@@ -155,6 +161,46 @@ def test_run_serves_the_store_until_it_closes():
     advantages, stats = asyncio.run(run())
     assert advantages == [0.5, -0.5, -1.0, 1.0]
     assert stats["units"] == 2
+
+
+def played_twice(flow, algorithm, stage=None):
+    """The step's rows of two attempts that read the same; the first has a second turn, and wins. `stage`: of a worker
+    beside the store."""
+    won = [turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 3, 4, 5], [6])]
+    attempts = [Trajectory(won, reward=1.0), Trajectory([turn(0, [1, 2], [7])])]
+
+    async def run():
+        config = RunConfig(algorithm=algorithm, trainer=TrainerConfig(groups_per_step=1))
+        client = StoreClient(Store(StoreSpec.of(flow, config, strict=True)))
+        running = asyncio.create_task(ComputeWorker(flow.stage(stage), flow.columns).run(client)) if stage else None
+        await client.put_groups([{"task": "{}"}])
+        rolled = await client.lease("rollout", 1, "rollout-0")
+        names = [column.name for column in flow.stage("rollout").writes]
+        await client.write(rolled, rolled.rows.row_ids, AttemptColumns(names).of(attempts))
+        lease = await client.lease_shared("train", 0, 0, 1)
+        await client.close("done")
+        if running:
+            await asyncio.wait_for(running, 10)
+        return lease.rows
+
+    return asyncio.run(run())
+
+
+def test_states_of_turns_go_through_the_store_to_the_advantage_that_reads_them():
+    algorithm = PolicyGradientConfig(advantage="gigpo", group_size=2)
+    algorithm.advantage_options = {"gamma": 0.5, "normalize_std": False}
+    rows = played_twice(in_environment(policy_gradient(algorithm)).check(), algorithm, stage="advantage")
+    # attempts ±0.5; both first turns read the same: 0.5 and 0, less their mean; the second turn is alone
+    assert rows.lists("token_advantage") == [[0.75, 0.75, 0.5], [-0.75]]
+
+
+def test_the_trainers_take_turns_for_steps_of_the_rows_that_the_store_has():
+    algorithm = PpoConfig(advantage="turn_gae", group_size=2, lam=1.0)
+    flow = in_environment(ppo(algorithm)).check()
+    rows = played_twice(flow, algorithm).with_column("old_values", [[0.5, 9.0, 0.75], [0.25]])
+    found = ComputeWorker(flow.stage("ppo_advantages"), {**STANDARD_COLUMNS, **flow.columns}).apply(rows)
+    assert [values.tolist() for values in found["returns"]] == [[1.0, 1.0, 1.0], [0.0]]
+    assert np.concatenate(found["token_advantage"]).argsort(kind="stable").tolist() == [3, 2, 0, 1]  # -0.25, 0.25, 0.5
 
 
 def test_the_event_loop_answers_while_the_function_runs_in_a_thread_of_its_own():
