@@ -63,11 +63,10 @@ class Harbor:
         variables: Mapping[str, str] | None = None,
         provided: Sequence[str] = (),
         agent: str | None = None,
-        max_rounds: int = 50,
     ) -> None:
         """`path`: pattern of the folders. `show`, `variables`: of `ctx.workspace`. `provided`: instructions and
         settings that need a container otherwise, such as RUN, and are passed over because `show` has what they make.
-        `agent`, `max_rounds`: as of the environment `repository`, with {instruction}. Raises `ConfigError`, which names
+        `agent`: as of the environment `repository`, with {instruction}. Raises `ConfigError`, which names
         the folders that need a container."""
         places = [Path(found) for found in sorted(glob(path)) if Path(found, "task.toml").is_file()]
         if not places or len({place.name for place in places}) < len(places):
@@ -86,8 +85,7 @@ class Harbor:
                 f"{'; '.join(wrong[:20])}. Leave them out, or show what they need and list it in "
                 "environment.options.provided."
             )
-        self._agent, self._max_rounds = agent, max_rounds
-        self._show, self._variables = show, dict(variables or {})
+        self._agent, self._show, self._variables = agent, show, dict(variables or {})
         self._trees = tempfile.TemporaryDirectory(prefix="penstock-harbor-")
         self._trials = Trials()
 
@@ -101,7 +99,7 @@ class Harbor:
         folder = self._folders[task.data["folder"]]
         await self._trials.passed(task.id, task, lambda: self._fault(folder, ctx))
         async with self._workspace(folder, ctx) as ws:
-            solver = Solver(self._agent, self._max_rounds, folder.agent_s if self._agent else COMMAND_S)
+            solver = Solver(self._agent, folder.agent_s if self._agent else COMMAND_S)
             await solver.solve(ws, folder.instruction, task, ctx)
             outcome = await ctx.scored(folder.judged(ws))
         ctx.reward(reward_of(outcome))

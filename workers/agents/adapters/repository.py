@@ -24,7 +24,11 @@ from penstock.workers.agents.environment import Context, Task, environment
 from penstock.workers.sandbox.execution import ProgramOutcome
 from penstock.workers.sandbox.workspace import LIMITS, Shell, Workspace, WorkspaceLimits
 
-COMMAND = "python3 -P -m pytest -q --tb=no -rp -p no:cacheprovider {files}"
+COMMAND = (
+    "python3 -c 'import sys; sys.path = [path for path in sys.path if path]; import pytest; sys.exit(pytest.main())' "
+    "-q --tb=no -rp -p no:cacheprovider {files}"
+)
+"""The tests' command: pytest of any Python, and not a file of this name in the tree."""
 SYSTEM = (
     "You work in a repository. Call bash to look around, to change files and to run programs. When the problem is "
     "solved, answer without a call."
@@ -34,6 +38,8 @@ PASSED = re.compile(r"^PASSED (.+)$", re.MULTILINE)
 PATCH = "/tmp/tests.patch"
 AGENT_S, COMMAND_S, TESTS_S = 1800.0, 60.0, 300.0
 """Seconds of an agent, of a command of the policy's, and of the tests, if nothing else is asked for."""
+MAX_ROUNDS = 10_000
+"""Largest number of calls of bash; environment.max_turns ends them earlier."""
 AGENT = "environment.options.agent"
 
 
@@ -51,28 +57,28 @@ class Repository:
         self,
         archive: str,
         at: str = "/testbed",
+        root: bool = False,
         show: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         command: str = COMMAND,
         agent: str | None = None,
-        max_rounds: int = 50,
         timeouts_s: Sequence[float] | None = None,
     ) -> None:
-        """`archive`: path of a task's archive or directory. `at`, `show`, `variables`: of `ctx.workspace`; `show` names
-        what the tests need and the archive has not, such as an environment with pytest. These may have the row's
-        columns in braces. `command`: runs test files, and prints a line `PASSED ID` for each test that passes.
-        `agent`: command of `sh` that works in place of the tool bash, with the row's columns in braces, quoted.
-        `max_rounds`: of calls of bash. `timeouts_s`: of a command of the policy's or of the whole agent, and of the
-        tests; keep their sum well below `environment.timeout_s`, at which an attempt whose tests run is dropped. Raises
-        `ConfigError`."""
+        """`archive`: path of a task's archive, directory, or image in the OCI's layout. `at`, `root`, `show`,
+        `variables`: of `ctx.workspace`; `show` names what the tests need and the archive has not, such as an
+        environment with pytest. `archive`, `show` and `variables` may have the row's columns in braces. `command`: runs
+        test files, and prints a line `PASSED ID` for each test that passes. `agent`: command of `sh` that works in
+        place of the tool bash, with the row's columns in braces, quoted. `timeouts_s`: of a command of the policy's or
+        of the whole agent, and of the tests; keep their sum well below `environment.timeout_s`, at which an attempt
+        whose tests run is dropped. Raises `ConfigError`."""
         if "{files}" not in command:
             raise ConfigError(f"environment.options.command={command}: it has no {{files}}, where the test files go.")
         timeouts_s = timeouts_s or (AGENT_S if agent else COMMAND_S, TESTS_S)
         if len(timeouts_s) != 2 or min(timeouts_s) <= 0:
             raise ConfigError(f"environment.options.timeouts_s={list(timeouts_s)}: it is two positive numbers.")
         self._archive, self._show, self._variables, self._command = archive, show, dict(variables or {}), command
-        self._solver, self._test_s = Solver(agent, max_rounds, timeouts_s[0]), timeouts_s[1]
-        self._options: dict[str, Any] = {"at": at, "limits": limits_of(timeouts_s)}
+        self._solver, self._test_s = Solver(agent, timeouts_s[0]), timeouts_s[1]
+        self._options: dict[str, Any] = {"at": at, "root": root, "limits": limits_of(timeouts_s)}
         self._trials = Trials()
         self._tests: dict[tuple[str, str], dict[str, bytes | None]] = {}
         """Files of test patches, by archive and patch: rows of two datasets may have the same task id."""
@@ -138,7 +144,6 @@ class Solver:
     """What works at a problem in a workspace: the policy by calls of bash, or an agent that asks the policy."""
 
     agent: str | None
-    max_rounds: int
     timeout_s: float
 
     async def solve(self, ws: Workspace, problem: str, task: Task, ctx: Context) -> None:
@@ -146,7 +151,7 @@ class Solver:
         `DataError`, and `RuntimeError` for an agent that ends without having asked the policy."""
         if self.agent is None:
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
-            await answered(ctx, messages, [bash_of(ws.shell(), self.timeout_s)], self.max_rounds)
+            await answered(ctx, messages, [bash_of(ws.shell(), self.timeout_s)], MAX_ROUNDS)
             return
         quoted = {name: shlex.quote(str(value)) for name, value in task.data.items()}
         command = filled(AGENT, self.agent, quoted, task)

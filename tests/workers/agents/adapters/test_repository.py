@@ -16,6 +16,7 @@ from penstock.workers.agents.gateway.http_server import AttemptKeys, HttpServer
 from penstock.workers.agents.trajectory import COMPLETED, FAILED
 from penstock.workers.protocols import Sampling
 from tests.workers.agents.played import ScriptedEngines, make_runner
+from tests.workers.sandbox import test_images
 
 PATCH = """\
 diff --git a/tests/test_sums.py b/tests/test_sums.py
@@ -59,6 +60,9 @@ while True:
     output = subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
     said += [{"role": "assistant", "content": command}, {"role": "user", "content": output or "nothing"}]
 """
+
+
+TESTS = "tests/test_sums.py"
 
 
 def task(**changes: Any) -> Task:
@@ -116,8 +120,9 @@ def played_all(directory: Path, answers: Sequence[str], *tasks: Task, **options:
         (["cd tests", "ls; cat test_sums.py", "cd ..", "true"], 0.0),
         (["echo 'def test_add(): pass' > tests/test_sums.py"], 0.0),
         (["sed -i 's/a - b/a + b/; s/2 [*] a/a/' sums.py"], 0.0),
+        ([f"for name in add double; do echo \"print('PASSED {TESTS}::test_$name')\" >> pytest.py; done"], 0.0),
     ],
-    ids=["repaired", "looked", "changed the tests", "broke another"],
+    ids=["repaired", "looked", "changed the tests", "broke another", "made a pytest"],
 )
 def test_a_policy_is_rewarded_for_tests_that_it_has_not_seen(
     tmp_path: Path, commands: list[str], reward: float
@@ -219,6 +224,37 @@ def test_a_tree_and_its_environment_are_found_by_the_row(tmp_path: Path) -> None
     assert detail[0] == ""
     assert "environment.options.show" in detail[1]
     assert "has no column 'version'" in detail[1]
+
+
+@pytest.mark.real
+def test_a_tree_may_be_the_whole_file_system_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_images, "PROGRAMS", ("sh", "bash", "cat", "ls", "sed", "patch"))
+    scripts = {"testbed/sums.sh": b"echo $(($1 - $2))\n", "testbed/tests/a.sh": b"true\n"}
+    files = {**test_images.files_of_programs(), "usr/bin/.keep": b"", **scripts}
+    for path, content in files.items():
+        place = tmp_path / "sums-1" / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            place.symlink_to(content)
+        else:
+            place.write_bytes(content)
+            place.chmod(0o755)
+    patch = "--- a/tests/a.sh\n+++ b/tests/a.sh\n@@ -1 +1 @@\n-true\n+[ $(sh sums.sh 2 3) = 5 ]\n"
+    row = task(test_patch=patch, FAIL_TO_PASS=["tests/a.sh"], PASS_TO_PASS=[])
+    command = "for file in {files}; do sh $file && echo PASSED $file; done"
+    environment = Repository(f"{tmp_path}/{{instance_id}}", root=True, command=command)
+    answers = iter(["[bash(command='ls /; sed -i s/-/+/ sums.sh')]", "done", "done"])
+    engines = ScriptedEngines(lambda *_: next(answers))
+
+    async def main() -> list[float]:
+        runner = make_runner(environment, engines, max_model_len=4000)
+        found = [await runner.attempt(row, Sampling(max_tokens=200, seed=5)) for _ in range(2)]
+        await runner.close()
+        assert [attempt.outcome.detail for attempt in found] == ["", ""]
+        return [attempt.reward for attempt in found]
+
+    assert asyncio.run(main()) == [1.0, 0.0]
+    assert "testbed\\ntmp\\n" in repr(engines.asked[1][0])
 
 
 def test_what_is_missing_or_wrong_is_named() -> None:
