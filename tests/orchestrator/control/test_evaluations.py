@@ -236,7 +236,7 @@ def test_a_version_that_no_node_keeps_is_made_again_of_its_checkpoint_or_lost(
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_a_run_that_resumes_measures_a_version_of_its_checkpoint_beside_the_next_steps(
+def test_a_run_that_resumes_measures_of_a_checkpoint_beside_its_next_steps(
     num_engines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluations_module, "publish_checkpoint", lambda _, root, step: Publication(f"{root}/v", step))

@@ -72,7 +72,7 @@ def scores_of(directory):
 @pytest.fixture
 def measured_words(small_run, tmp_path, cluster):
     held_out = [word.replace("data.", "evaluation.") for word in small_run if word.startswith("data.path=")]
-    numbers = ["every_steps=2", "num_problems=4", "num_samples=4", "overlap=allow"]
+    numbers = ["every_steps=2", "num_problems=16", "num_samples=8", "overlap=allow", "right_at=0.1"]
     return [
         *small_run, "rollout.engine=hf", *held_out, *(f"evaluation.{word}" for word in numbers),
         f"output_dir={tmp_path}",
@@ -82,17 +82,17 @@ def measured_words(small_run, tmp_path, cluster):
 @pytest.fixture
 def killed(monkeypatch):
     """Names of the engines that were killed: those of the first evaluation beside training, as it began."""
-    names, measure = [], Evaluator._scores
+    names, measure = [], Evaluator.measure
 
-    async def scores(self, fleet, *rest):
-        measuring = asyncio.ensure_future(measure(self, fleet, *rest))
+    async def killing(self, fleet):
+        measuring = asyncio.ensure_future(measure(self, fleet))
         if isinstance(fleet, Measuring) and not names:
             for name, handle in await fleet.present("rollout"):
                 names.append(name)
                 ray.kill(handle)
         return await measuring
 
-    monkeypatch.setattr(Evaluator, "_scores", scores)
+    monkeypatch.setattr(Evaluator, "measure", killing)
     return names
 
 
@@ -104,7 +104,9 @@ def test_evaluations_whose_own_engine_dies_find_the_same_bits(measured_words, ki
     assert killed == ["Rollout-1"]
     assert [event["member"] for event in events_of(died) if event["kind"] == "recovered"] == ["Rollout-1"]
     assert not [event for event in events_of(died) if event["kind"] == "evaluation_lost"]
-    assert scores_of(died) == scores_of(run(load_config([*words, "name=blocking"]), quiet=True).directory)
+    found = scores_of(died)
+    assert len({score["accuracy/heldout_avg@8"] for score in found.values()}) >= 4  # a wrong version would show
+    assert found == scores_of(run(load_config([*words, "name=blocking"]), quiet=True).directory)
 
 
 async def gone(self, version, members):
@@ -125,6 +127,7 @@ def test_another_engine_measures_the_version_of_a_lent_one_that_dies(
     assert not [event for event in events_of(died.directory) if event["kind"] == "evaluation_lost"]
     found = scores_of(died.directory)
     assert sorted(found) == [0, 2, 4, 6, 8, 9]
+    assert len({score["accuracy/heldout_avg@8"] for score in found.values()}) >= 4  # a wrong version would show
     export_checkpoint(f"{died.directory}/checkpoints/global_step_2", tmp_path / "exported")
     alone = [*measured_words, f"model.path={tmp_path}/exported", "trainer.max_steps=1", "name=alone"]
     assert found[2] == scores_of(run(load_config(alone), quiet=True).directory)[0]
@@ -148,6 +151,6 @@ def test_a_run_that_resumes_measures_from_checkpoints_what_was_not_measured(meas
     assert 2 not in scores_of(directory)  # as if the run had died before
     run(load_config([*words, "trainer.max_steps=7", "resume=auto"]), quiet=True)
     again = scores_of(directory)
-    assert again[2] == known[2]
+    assert again[2] == known[2] != again[4]
     assert sorted(again) == [0, 2, 4, 5, 6, 7]
     assert not [event for event in events_of(directory) if event["kind"] == "evaluation_lost"]

@@ -75,7 +75,7 @@ def test_a_second_run_with_the_same_store_is_the_first() -> None:
     run(body)
 
 
-def test_a_run_that_is_retired_before_it_serves_returns_and_another_serves_anew() -> None:
+def test_a_run_retired_before_it_serves_returns_and_another_serves_anew() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         loop = Loop()
         serving = Serving(loop.serve)

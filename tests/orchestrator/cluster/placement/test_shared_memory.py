@@ -38,7 +38,7 @@ def test_a_node_that_is_too_small_is_refused_with_what_mends_it(sizes: tuple[int
         assert mended_by in message
 
 
-def test_a_third_publication_has_room_on_nodes_with_engines_where_versions_are_evaluated_beside_training() -> None:
+def test_a_third_publication_has_room_where_versions_are_evaluated_meanwhile() -> None:
     words = ["model=tiny", "data.path=x.jsonl", "rollout.engine=hf", "max_staleness=2", "rollout.num_workers=2"]
     every = "evaluation.every_steps=5"
     counts = [

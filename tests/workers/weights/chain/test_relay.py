@@ -364,7 +364,7 @@ def test_the_last_threads_end_with_the_relays(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_version_that_is_kept_stays_beside_the_two_that_take_turns_until_another_call(tmp_path: Path) -> None:
+def test_a_version_that_is_kept_stays_beside_the_two_that_take_turns(tmp_path: Path) -> None:
     relay = Relay(tmp_path, "a", TOKEN, SERVICE)
 
     def publish(version: int) -> Publication:
