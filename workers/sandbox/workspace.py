@@ -119,8 +119,8 @@ class WorkspaceSpec:
                     f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
                     "files of its own. Show a path that lies elsewhere."
                 )
-        path = {"PATH": f"{machine.prefix}/bin:/usr/bin:/bin" if not is_root else PATH_OF_IMAGES}
-        variables = path | VARIABLES | dict(options.get("variables") or {})
+        search = PATH_OF_IMAGES if is_root else f"{machine.prefix}/bin:/usr/bin:/bin"
+        variables = {"PATH": search, **VARIABLES, **(options.get("variables") or {})}
         links = tuple((options.get("links") or {}).items())
         place, start = (ROOT, at) if is_root else (at, "")
         return cls(tree, WorkspaceView(tree.path, place, start, shown, links), limits, variables)
