@@ -253,9 +253,9 @@ class AttemptGate:
         self._num_attempts = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Number of attempts that wait for a place."""
-        return len(self._waiting)
+    def room(self) -> int:
+        """Number of attempts that may begin, less those that wait to."""
+        return self.limit - len(self._under_way) - len(self._waiting)
 
     @property
     def num_under_way(self) -> int:

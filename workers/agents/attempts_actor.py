@@ -139,7 +139,7 @@ class Environments(ServingActor):
         intake = GroupIntake(
             spec.name, Sampling.of(sampling), spec.seed if sampling.seeded else None,
             spec.group_size, config.max_attempts, spec.num_peers, spec.rollout.truncated_to("drop"),
-            num_waiting=lambda: self._gate.num_waiting,
+            room=lambda: self._gate.room,
         )  # fmt: skip
         errors = ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment")
         trained = spec.policies if spec.speaker else ("",)

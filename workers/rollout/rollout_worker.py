@@ -85,16 +85,16 @@ class GroupIntake:
     """Limits whose truncated samples are dropped (`rollout.truncated`)."""
     max_error_share: float = RolloutConfig.max_error_share
     """Share of the last samples that may have bad log-probabilities."""
-    num_waiting: Callable[[], int] | None = None
-    """Function that returns how many samples of the groups held wait to be admitted; None: none ever does."""
+    room: Callable[[], int] | None = None
+    """Function that returns how many more samples may begin, less those that wait to; None: there is always room."""
 
     def max_groups(self, num_held: int) -> int:
-        """Largest number of groups that are held. Where samples wait to be admitted, one more than `num_held`, the
-        number now, as long as less than a group waits."""
+        """Largest number of groups that are held, where `num_held` are now: those for which there is room, and one more
+        as long as less than a group waits."""
         most = max(1, self.max_samples // self.group_size)
-        if self.num_waiting is None:
+        if self.room is None:
             return most
-        return min(most, num_held + (self.num_waiting() < self.group_size))
+        return min(most, num_held + max(0, 1 + math.ceil(self.room() / self.group_size)))
 
     def seed_of(self, group_id: int) -> int | None:
         """Seed of a group's first sample."""
@@ -266,7 +266,7 @@ class GroupLoop:
                 if takes_more and asking is None and len(groups) < self._intake.max_groups(len(groups)):
                     asking = asyncio.create_task(self._ask(store, len(groups)))
                 waits = {*groups, *(task for task in (asking, others) if task is not None)}
-                look_s = None if self._intake.num_waiting is None else LOOK_S
+                look_s = None if self._intake.room is None else LOOK_S
                 done, _ = await asyncio.wait(waits, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in groups if task in done]:
                     self._settle(task, groups.pop(task))

@@ -184,12 +184,11 @@ def test_the_limit_is_between_one_and_the_upper_bound(
             assert 1 <= control.limit(number) <= most
 
 
-def test_groups_are_leased_while_less_than_one_waits() -> None:
-    waiting = 0
-    intake = GroupIntake("Environment-0", Sampling(), 0, group_size=8, max_samples=32, num_waiting=lambda: waiting)
-    assert [intake.max_groups(num_held) for num_held in (0, 1, 4)] == [1, 2, 4]
-    waiting = 8
-    assert [intake.max_groups(num_held) for num_held in (0, 1, 4)] == [0, 1, 4]
+def test_groups_are_leased_for_which_there_is_room_and_one_while_less_than_one_waits() -> None:
+    room = 0
+    intake = GroupIntake("Environment-0", Sampling(), 0, group_size=8, max_samples=32, room=lambda: room)
+    for room, found in ((0, [1, 2, 4]), (-7, [1, 2, 4]), (-8, [0, 1, 4]), (9, [3, 4, 4]), (1000, [4, 4, 4])):  # noqa: B007
+        assert [intake.max_groups(num_held) for num_held in (0, 1, 4)] == found
 
 
 def test_only_a_lost_prefix_is_read_again() -> None:
