@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ class Engine:
         self.pool.update({"Rollout-0": handle})
         self.tokenizer = load_tokenizer(model_path)
         self._form = TemplateFormat(self.tokenizer, "none")
+        self.counts: Counter[str] = Counter()
 
     def sampler(self, sampling: Sampling) -> TurnSampler:
-        return TurnSampler(self.pool, self._form, sampling, TurnLimits(64, 100_000, MAX_LEN))
+        return TurnSampler(self.pool, self._form, sampling, TurnLimits(64, 100_000, MAX_LEN), counts=self.counts)
 
     def prompt_ids(self, text: str) -> list[int]:
         """Token ids of a user's message."""
@@ -51,14 +53,14 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine() -> Iterator[Engine]:
-    """Start an engine in its own Ray, which ends with it."""
+def engine(num_samples: int = CONCURRENT, kv_cache_gib: float = 1.0) -> Iterator[Engine]:
+    """Start an engine in its own Ray, which ends with it. `num_samples`: that it decodes at once."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model")
         build_fresh_model(path, MODEL, seed=0)
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         try:
-            config = RolloutConfig(max_model_len=MAX_LEN, max_concurrent_samples=CONCURRENT, kv_cache_gib=1.0)
+            config = RolloutConfig(max_model_len=MAX_LEN, max_concurrent_samples=num_samples, kv_cache_gib=kv_cache_gib)
             spec = RolloutSpec("Rollout-0", EngineSpec(config, path), 0, 1, pulls=False)
             handle = ray.remote(Rollout).options(max_concurrency=10_000).remote(spec)
             ray.get(handle.start.remote(), timeout=600)
