@@ -401,7 +401,7 @@ def rows_of_duels(
     return found, *asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
-def test_a_group_has_a_row_of_each_policy_in_every_attempt_and_silent_ones_are_counted() -> None:
+def test_a_group_has_a_row_of_each_policy_and_silent_ones_are_counted() -> None:
     """Of the first group, attempt 1 is without the solver and attempt 2 fails; of the second, attempt 2 is without
     it."""
     found, counts, errors = rows_of_duels(["1", "0", "2", "1", "1", "0"], 2, 8)
@@ -411,7 +411,7 @@ def test_a_group_has_a_row_of_each_policy_in_every_attempt_and_silent_ones_are_c
     assert (counts["dropped/silent"], counts["dropped/environment_error"]) == (2, 2)
 
 
-def test_the_rest_of_a_group_that_another_worker_has_begun_is_played_in_its_places() -> None:
+def test_the_rest_of_a_group_is_played_in_its_places() -> None:
     found, counts, errors = rows_of_duels(["1", "1"], 1, 3, lost=[1, 2, 5])
     assert found == {0: SOLVER, 3: PROPOSER, 4: PROPOSER}
     assert (errors.succeeded, counts["dropped/lost"]) == (2, 3)
