@@ -53,6 +53,7 @@ class FenceWorker:
     fence ends with the thread that started it, however that ends.
     """
 
+    grace_s = GRACE_S
     ends_with_memory = True
     """True: an execution that runs out of memory ends the fence, as the kernel may free the memory late."""
     allowed: frozenset[str] = frozenset()
@@ -152,7 +153,7 @@ class FenceWorker:
         passed = [typed, outputs[0], outputs[1], asked, outputs[2]]
         try:
             socket.send_fds(self.control, [repr(wall_s).encode()], passed)
-            facts, is_over = await self.ended(wall_s + GRACE_S, meter)
+            facts, is_over = await self.ended(wall_s + self.grace_s, meter)
         except (OSError, TimeoutError) as error:
             facts = LOST | {"in_time": not isinstance(error, TimeoutError)}
         facts["seconds"] = facts["seconds"] or time.perf_counter() - started

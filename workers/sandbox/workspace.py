@@ -28,7 +28,7 @@ from penstock.workers.sandbox.original_tree import OriginalTree
 from penstock.workers.sandbox.relay import reaching
 from penstock.workers.sandbox.sandbox import Sandbox, check
 from penstock.workers.sandbox.sandbox_worker import memory_file
-from penstock.workers.sandbox.workspace_worker import IDLE_S, WorkspaceWorker
+from penstock.workers.sandbox.workspace_worker import CLOSE_S, IDLE_S, WorkspaceWorker
 
 
 @dataclass(frozen=True)
@@ -391,6 +391,8 @@ class Workspaces:
         self._is_closed = True
         await cancel_all(self._standby.values())
         await asyncio.gather(*(worker.closed() for worker in self._workers))
+        if self._trees:
+            await asyncio.wait(self._trees.values(), timeout=CLOSE_S)
         for tree in list(self._opened):
             await asyncio.to_thread(tree.close)
 
@@ -417,12 +419,11 @@ class Workspaces:
         task = self._trees.pop(source, None)
         if task is None or _has_failed(task):
             task = asyncio.create_task(asyncio.to_thread(OriginalTree.of, source, owner))
+            task.add_done_callback(lambda task: None if _has_failed(task) else self._opened.add(task.result()))
         self._trees[source] = task
         for oldest in list(self._trees)[:-KEPT_TREES]:
             del self._trees[oldest]
-        tree = await asyncio.shield(task)
-        self._opened.add(tree)
-        return tree
+        return await asyncio.shield(task)
 
     async def _worker(self, spec: WorkspaceSpec) -> WorkspaceWorker:
         """The fence that stands by, or a new one; and start the next."""

@@ -29,6 +29,8 @@ END, REST, RESET, LISTEN, WAKE = b"end", b"rest", b"reset", b"listen %d", b"\n"
 class WorkspaceWorker(FenceWorker):
     """Lifecycle: `start`; `execute_with`, `reset` and `rest`, one at a time; `close`."""
 
+    grace_s = START_S
+    """Longer than the sandbox's: with the fence, the tree would be lost because a machine is busy."""
     ends_with_memory = False
     allowed = frozenset({"sendmsg", "recvmsg", "flock"})
 

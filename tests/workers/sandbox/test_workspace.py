@@ -366,6 +366,26 @@ async def test_what_cannot_be_a_workspace_is_refused_by_name(repository, tmp_pat
 
 
 @in_a_loop
+async def test_a_tree_that_is_being_read_at_the_end_is_removed(repository, monkeypatch):
+    workspaces, may_go_on, of, found = Workspaces(), threading.Event(), workspace_module.OriginalTree.of, []
+
+    def slow(*arguments: object) -> workspace_module.OriginalTree:
+        assert may_go_on.wait(GONE_S)
+        found.append(tree := of(*arguments))
+        return tree
+
+    monkeypatch.setattr(workspace_module.OriginalTree, "of", slow)
+    opening = asyncio.create_task(workspaces.open(repository / "data").__aenter__())
+    await asyncio.sleep(0)
+    opening.cancel()
+    closing = asyncio.create_task(workspaces.close())
+    await asyncio.sleep(0)
+    may_go_on.set()
+    await closing
+    assert not found[0].path.exists()
+
+
+@in_a_loop
 async def test_a_tree_that_could_not_be_read_is_read_again(repository, monkeypatch):
     workspaces = Workspaces()
 
