@@ -121,7 +121,10 @@ def looks(step: int, kind: str, **values: float) -> dict[str, Any]:
         (lambda step: looks(step, "scores", Rollout1=0.004), "from the first look on: another dtype"),
         (lambda step: looks(step, "scores", Rollout1=0.004 * (step > 3)), "agreed at first .0.: since then"),
         (lambda step: looks(step, "scores", Rollout0=0.004, Rollout1=0.006), "^Rollout-0, Rollout-1 .* 0.005 a token,"),
-        (lambda step: looks(step, "scores", Rollout1=0.004) if step % 15 in (0, 1) else {}, "^Rollout-1 and the trainer"),
+        (
+            lambda step: looks(step, "scores", Rollout1=0.004) if step % 15 in (0, 1) else {},
+            "^Rollout-1 and the trainer",
+        ),
         (lambda step: looks(step, "samples", Rollout1=0.02), "^Rollout-1: samples .* 0.02 a token .*stale keys"),
         (
             lambda step: looks(step, "samples", Rollout1=0.02) | {"probe/doubled/Rollout-1": 1.0},
