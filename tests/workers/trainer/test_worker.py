@@ -341,4 +341,4 @@ def test_rows_without_reward_or_versions_are_no_error() -> None:
 def test_a_rank_without_rows_reports_none() -> None:
     empty = Rows.from_lists({"prompt_ids": [[1]], "response_ids": [[1]], "reward": [1.0]}).select([])
     trained = TrainedRows.of(empty, version=1)
-    assert [len(value) for value in vars(trained).values()] == [0] * 8
+    assert [len(value) for value in vars(trained).values()] == [0] * 9
