@@ -101,7 +101,7 @@ def test_attempts_that_wait_for_memory_are_counted_as_if_they_had_it() -> None:
     assert limits[0] == pytest.approx(limits[1], rel=0.1)
 
 
-def test_long_conversations_keep_their_memory_while_tools_run_and_short_ones_do_not() -> None:
+def test_long_conversations_keep_their_memory_while_tools_run() -> None:
     """Half of the attempts are in tools: to keep their memory costs as much as to read ten tokens a sampled one."""
     limits = []
     for continued in (1.0, 100.0):
@@ -184,7 +184,7 @@ def test_the_limit_is_between_one_and_the_upper_bound(
             assert 1 <= control.limit(number) <= most
 
 
-def test_groups_are_leased_for_which_there_is_room_and_one_while_less_than_one_waits() -> None:
+def test_as_many_groups_are_leased_as_there_is_room_for() -> None:
     room = 0
     intake = GroupIntake("Environment-0", Sampling(), 0, group_size=8, max_samples=32, room=lambda: room)
     for room, found in ((0, [1, 2, 4]), (-7, [1, 2, 4]), (-8, [0, 1, 4]), (9, [3, 4, 4]), (1000, [4, 4, 4])):  # noqa: B007
