@@ -24,7 +24,7 @@ from penstock.workers.agents.gateway.http_server import AttemptKeys
 from penstock.workers.protocols import Sampling
 
 BOUND = 1024
-FIXED = (8, 16, 32, 64)
+FIXED = (8, 16, 32)
 KV_GIB, NUM_SAMPLES = 0.1, 128
 TOKENS = 32
 RATE, PREEMPTED = 0.95, 0.05
@@ -80,7 +80,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     with engine(NUM_SAMPLES, KV_GIB) as one:
         num_rounds = arguments.rounds or (1 if arguments.quick else 3)
-        rows = asyncio.run(rounds(one, num_rounds, 64 if arguments.quick else 384))
+        rows = asyncio.run(rounds(one, num_rounds, 32 if arguments.quick else 192))
     table = new_table("Attempts by KV memory", ["number"], ["a second, median", "preemptions", "rounds"])
     rates, preempted = dict[str, float](), dict[str, float]()
     for side in dict.fromkeys(row["side"] for row in rows):
