@@ -83,6 +83,7 @@ def test_a_recipe_trains(recipe, models, tmp_path, cluster):
 
 
 @pytest.mark.soak
+@pytest.mark.real
 @pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE - WITHOUT_ENGINES))
 def test_probes_find_no_fault_in_an_asynchronous_run_of_vllm(recipe, models, tmp_path, cluster):
     config = small_config(recipe, models, tmp_path)
