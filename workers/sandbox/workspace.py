@@ -59,7 +59,12 @@ BASH = "/bin/bash"
 ROOT = "/rootfs"
 """Place in the fence of a tree that is a whole file system."""
 PATH_OF_IMAGES = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-VARIABLES = {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
+VARIABLES = {
+    "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}  # fmt: skip
+"""Variables of commands. Python takes a compiled file for that of a source which has its size and its second, so that
+what is changed at once would not be run; none is written."""
 KINDS = {"overlay": "workspaces by overlayfs", "copy": "workspaces by full copies in memory (no overlayfs here)"}
 KEPT_TREES = 8
 """Trees that an actor keeps unpacked for later attempts, though no workspace has them: those of a few groups."""

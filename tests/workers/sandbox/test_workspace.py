@@ -51,6 +51,11 @@ def test_commands_find_what_earlier_ones_have_left(room, ws):
     assert room.run(ws, "no-such-program").exit_code == 127
 
 
+def test_python_runs_what_was_changed_in_the_same_second(room, ws):
+    change = "printf 'print(%s)\\n' {} > fresh.py; touch -d @1700000000 fresh.py; python3 -c 'import fresh'"
+    assert [room.run(ws, change.format(number)).stdout for number in (1, 2)] == ["1\n", "2\n"]
+
+
 def test_the_original_stays_as_it_is(room, ws, repository):
     before = (repository / "package" / "sums.py").read_bytes()
     room.run(ws, "echo more >> package/sums.py; chmod 600 data/one; rm data/two")
