@@ -13,6 +13,8 @@ from penstock.orchestrator.configuration.compose import load_config
 from tests.registries import names_for_a_test
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+FILES = {"mine.py": 20, "formulas.py": 20, "my_duel.py": 30}
+"""Most lines that each may have."""
 FORMULAS = [
     "algorithm=policy_gradient",
     "algorithm.advantage=above_median",
@@ -24,12 +26,12 @@ FORMULAS = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The page's two files, under the names that it gives them."""
+    """The page's files, under the names that it gives them."""
     directory = tmp_path_factory.mktemp("own")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    for name, block in zip(("mine.py", "formulas.py"), blocks, strict=True):
+    for (name, longest), block in zip(FILES.items(), blocks, strict=True):
         assert f"`{name}`" in PAGE
-        assert len([line for line in block.splitlines() if line.strip()]) <= 20
+        assert len([line for line in block.splitlines() if line.strip()]) <= longest
         (directory / name).write_text(block)
     with names_for_a_test():
         yield directory
@@ -40,8 +42,8 @@ def validated(files, monkeypatch, capsys):
     monkeypatch.chdir(files)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
-    def validate(*words):
-        code = main(["validate", "recipe=arithmetic", *words])
+    def validate(*words, recipe="recipe=arithmetic"):
+        code = main(["validate", recipe, *words])
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
@@ -62,6 +64,16 @@ def test_formulas_from_a_file_pass_validation_by_their_names(validated):
     code, text = validated("imports=[formulas.py]", *FORMULAS)
     assert code == 0, text
     assert "advantage" in text
+
+
+@pytest.mark.real
+def test_two_policies_from_a_file_pass_validation_by_the_command_of_the_page(validated):
+    command = re.search(r"penstock run (algorithm=my_duel.*?)\n\n", PAGE, re.DOTALL)
+    words = command[1].replace("\\\n", " ").replace("model.path=MY_MODEL", "rollout.engine=hf").split()
+    code, text = validated(*words, recipe="model=tiny")
+    assert code == 0, text
+    assert "solver, 8 attempts a task" in text
+    assert "solver, ppo_clip_loss; proposer, ppo_clip_loss" in text
 
 
 def test_what_the_page_shows_computes(files, monkeypatch):
