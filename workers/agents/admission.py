@@ -1,6 +1,6 @@
 """Admission of attempts: as many as will fit the KV memory of the engines until they end.
 
-    engines ─▶ a `KvLoad` each, once a second ───▶ AdmissionControl: a forecast of the memory ─▶ how many may begin
+    engines ─▶ a `KvLoad` each, about every second ─▶ AdmissionControl: a forecast of the memory ─▶ how many may begin
     attempts ─▶ their ages now, and at their ends ─┘                       AttemptGate: those of earlier groups first
 
 The forecast is that of the Past-Future scheduler (Gong et al., arXiv 2507.10150), for attempts of several turns and
