@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -334,6 +335,14 @@ def read_rows(directory: RunDirectory) -> tuple[int, list[dict[str, Any]]]:
     return 0, []
 
 
+def _mean(value: float | Sequence[float | None] | None) -> float | None:
+    """A row's advantage: a number, or the mean of its tokens'."""
+    if not isinstance(value, Sequence):
+        return value
+    known = [one for one in value if one is not None]
+    return fmean(known) if known else None
+
+
 def sample_rows(rows: Sequence[Mapping[str, Any]], pictures: EmbeddedPictures) -> list[SampleRow]:
     """The rows of samples as the page tells them. `pictures`: those of the page, of which there are more then."""
     result, last_prompt = [], None
@@ -350,7 +359,8 @@ def sample_rows(rows: Sequence[Mapping[str, Any]], pictures: EmbeddedPictures) -
         begin = (str(task.get("environment_task", prompt)), []) if said else (prompt, names)
         first = begin != last_prompt
         told = [] if said else pictures.of_text(prompt, names, _clip)
-        result.append(SampleRow(told, response, answer, row.get("reward"), row.get("advantage"), shown, first, said))
+        advantage = _mean(row.get("advantage"))
+        result.append(SampleRow(told, response, answer, row.get("reward"), advantage, shown, first, said))
         last_prompt = begin
     return result
 

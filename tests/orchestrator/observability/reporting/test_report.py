@@ -184,6 +184,13 @@ def test_samples_are_shown_and_escaped(tmp_path: Path) -> None:
     assert ">3-4<" in text
 
 
+def test_the_advantage_of_a_sample_is_the_mean_of_its_tokens(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 2)
+    columns = {"response_text": ["yes", "no"], "reward": [0.0, 1.0], "advantage": [[0.25, 0.75], []]}
+    directory.write_samples(2, pa.table(columns))
+    assert '<td class="num">0.5</td>' in checked(write_report(directory.path, pngs=False))
+
+
 def test_a_samples_file_that_was_cut_off_gives_way_to_the_one_before(tmp_path: Path) -> None:
     directory = make_run(tmp_path, 2)
     directory.write_samples(1, Rows.from_lists({"response_text": ["first"], "reward": [1.0]}))
