@@ -180,8 +180,16 @@ class TrackerState:
 
 OF_STEP = "evaluation/step"
 """Metric: the step whose version an evaluation beside training has measured."""
-MEASURED = ("accuracy/*", "heldout_reward/*", "heldout_rejected/*", "*/heldout_reward/*")
-"""Metrics that evaluations measure."""
+
+
+def measured(config: Mapping[str, Any]) -> list[str]:
+    """Metrics that evaluations measure beside training, as W&B takes them: a name may end with "*"."""
+    if not config.get("max_staleness"):
+        return []
+    policies = config.get("trainer", {}).get("policies", {})
+    return [
+        "accuracy/*", "heldout_reward/*", "heldout_rejected/*", *(f"{name}/heldout_reward/*" for name in policies)
+    ]  # fmt: skip
 
 
 class NewSteps:
@@ -251,7 +259,7 @@ class Wandb:
             settings=wandb.Settings(console="off", silent=True, finish_timeout=self._timeout_s),
         )
         self._last = int(self._run.step)
-        for name in MEASURED if about.config.get("max_staleness") else ():
+        for name in measured(about.config):
             self._run.define_metric(name, step_metric=OF_STEP)  # W&B takes no step that is older than its last
         place = f"wandb sync {self._run.settings.sync_dir}" if self._run.offline else str(self._run.url)
         return Opened(self._run.id, place)

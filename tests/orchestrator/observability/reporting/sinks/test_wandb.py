@@ -93,7 +93,7 @@ def test_a_run_and_what_goes_on_with_it_are_one_run(tmp_path: Path) -> None:
 def test_an_evaluation_is_drawn_over_the_step_that_it_has_measured(tmp_path: Path) -> None:
     directory = new_run(tmp_path)
     tracker = Wandb(WandbConfig(mode="offline"), 60.0)
-    tracker.open(replace(about(directory), config={"max_staleness": 2}), None)
+    tracker.open(replace(about(directory), config={"max_staleness": 2, "trainer": {"policies": {"solver": {}}}}), None)
     for step in (1, 2, 3):
         tracker.log(step, {"loss": step / 4})
     tracker.log(1, {"accuracy/heldout": 0.5, "evaluation/step": 1})
@@ -108,7 +108,7 @@ def test_an_evaluation_is_drawn_over_the_step_that_it_has_measured(tmp_path: Pat
     (measured,) = [line for line in lines if "accuracy/heldout" in line]
     assert (measured["accuracy/heldout"], measured["evaluation/step"], measured["_step"]) == (0.5, 1, 3)
     defined = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
-    assert {metric.glob_name for metric in defined} >= {"accuracy/*", "heldout_reward/*"}
+    assert {metric.glob_name for metric in defined} >= {"accuracy/*", "heldout_reward/*", "solver/heldout_reward/*"}
     assert {metric.step_metric for metric in defined if metric.glob_name} == {"evaluation/step"}
 
 
