@@ -57,7 +57,7 @@ class _Names:
     def banded(self, key: str, label: str, low: str, high: str) -> tuple[Curve, ...]:
         """A curve with a band around it, where that is there."""
         found = self.of({key: label})
-        if not found or not self.has(low, high):
+        if not found or found[0].key != key or not self.has(low, high):
             return found
         self.of({low: "", high: ""})
         return (Curve(key, label, low, high), *found[1:])
