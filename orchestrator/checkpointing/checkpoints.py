@@ -421,7 +421,9 @@ class CheckpointWriter:
         return step in self._lacking
 
     async def has(self, step: int) -> bool:
-        """Return whether the checkpoint after this step is complete."""
+        """Return whether the checkpoint after this step is complete, once the one that is being written is."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=self._config.checkpoint.timeout_s)
         with contextlib.suppress(CheckpointError):
             return step in await self._checkpoints.apart(self._checkpoints.steps)
         return False

@@ -332,6 +332,8 @@ class Evaluations:
         with contextlib.suppress(WeightError):
             if now.is_kept:
                 return await self._loans.has_loaded(engine, partial(self._weights.load_kept, now.step))
+        if not await self._saving.has(now.step):
+            raise WeightError("there is no checkpoint of it.")
 
         def publish(root: str) -> Publication:
             made = publish_checkpoint(self._saving.directory(now.step), root, now.step)
