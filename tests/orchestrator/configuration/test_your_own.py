@@ -73,7 +73,7 @@ def test_two_policies_from_a_file_pass_validation_by_the_command_of_the_page(val
     code, text = validated(*words, recipe="model=tiny")
     assert code == 0, text
     assert "solver, 8 attempts a task" in text
-    assert "solver, ppo_clip_loss; proposer, ppo_clip_loss" in text
+    assert "solver, push; proposer, push" in text
 
 
 def test_what_the_page_shows_computes(files, monkeypatch):
