@@ -69,7 +69,7 @@ def test_samples_of_several_policies_say_and_are_found_by_whose_they_are(tmp_pat
 def test_samples_are_asked_for_by_what_they_are(
     rollouts: Rollouts, wanted: SampleFilter, expected: list[tuple[int, int]]
 ) -> None:
-    assert places(rollouts.find(wanted)) == expected
+    assert places(rollouts.find(wanted, budget_s=60)) == expected
 
 
 def test_the_group_with_the_lowest_reward_is_found(tmp_path: Path) -> None:
