@@ -1,6 +1,7 @@
 """Source of the prompts, and the making of a prompt from a row."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -252,12 +253,13 @@ class EvaluationConfig:
                     "evaluation itself."
                 )
 
-    def metrics(self, *, in_environment: bool) -> list[str]:
-        """Names of the metrics that say how good the policy is."""
+    def metrics(self, *, in_environment: bool, policies: Iterable[str] = ()) -> list[str]:
+        """Names of the metrics that say how good the policy is, or each of several."""
         sets, k = ("heldout", *self.sets), self.num_samples
         ends = ("", f"_avg@{k}", f"_pass@{k}") if k else ("",)
         rewards = [f"heldout_reward/{name}" for name in sets] if in_environment else []
-        return [f"accuracy/{name}{end}" for name in sets for end in ends] + rewards
+        by_policy = [f"{policy}/{reward}" for policy in policies for reward in rewards]
+        return [f"accuracy/{name}{end}" for name in sets for end in ends] + rewards + by_policy
 
     def of_set(self, name: str, data: DataConfig) -> tuple[DataConfig, "EvaluationConfig"]:
         """Settings of the held-out problems of a set, as if they were those of evaluation itself."""

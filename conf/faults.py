@@ -123,8 +123,8 @@ class CheckpointConfig:
     its score is known, unless it is among the best or kept by the keys above. `penstock export RUN DIRECTORY --best`
     writes the best model. 0: none stays for its score, since each costs the room of weights and optimizer."""
     best_metric: str = "accuracy/heldout"
-    """Metric of the evaluation that says which checkpoint is best, e.g. accuracy/heldout_avg@8, or accuracy/NAME of one
-    of evaluation.sets."""
+    """Metric of the evaluation that says which checkpoint is best, e.g. accuracy/heldout_avg@8, accuracy/NAME of one of
+    evaluation.sets, or POLICY/heldout_reward/heldout of one of several policies."""
     best_mode: str = "max"
     """Better values of best_metric: max: larger ones; min: smaller ones. Of equal values the earlier step is better."""
     directory: str | None = None

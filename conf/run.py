@@ -354,10 +354,12 @@ def _check_keep_best(config: RunConfig) -> None:
             f"{key}: checkpoint.every_steps=0 takes no checkpoints. Set it to {evaluation.every_steps} or more, or "
             "checkpoint.keep_best=0."
         )
-    metrics = evaluation.metrics(in_environment=config.environment.name is not None)
-    if checkpoint.best_metric not in metrics:
+    metric, in_environment = checkpoint.best_metric, config.environment.name is not None
+    named = [metric.partition("/")[0]] if "/heldout_reward/" in metric else []  # of a policy, which the dataflow names
+    metrics = evaluation.metrics(in_environment=in_environment)
+    if metric not in evaluation.metrics(in_environment=in_environment, policies=named):
         raise ConfigError(
-            f"checkpoint.best_metric={checkpoint.best_metric}: evaluation measures {', '.join(metrics)}. Name one of "
+            f"checkpoint.best_metric={metric}: evaluation measures {', '.join(metrics)}. Name one of "
             "them; evaluation.sets and evaluation.num_samples add more."
         )
 

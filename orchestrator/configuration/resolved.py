@@ -64,6 +64,12 @@ def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
     """Write the policies of a dataflow that trains several into the configuration, in its order. Raises `ConfigError`
     for others that it names, and for a configuration in which there can be one policy alone."""
     names, trainer = flow.policies, config.trainer
+    policy, is_by_policy, _ = config.checkpoint.best_metric.partition("/heldout_reward/")
+    if config.checkpoint.keep_best and is_by_policy and (len(names) < 2 or policy not in names):
+        raise ConfigError(
+            f"checkpoint.best_metric={config.checkpoint.best_metric}: flow.train names no policy {policy!r} beside "
+            f"another{suggest(policy, names)}"
+        )
     if len(names) < 2:
         if trainer.policies:
             raise ConfigError("trainer.policies: the dataflow trains one policy alone. Set trainer.optimizer.")

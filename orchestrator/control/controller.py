@@ -319,7 +319,8 @@ class Controller:
             self._emit_evaluation(done, evaluated, seconds)
         if is_beside and done not in awaited and self._saving.awaits_score(done):
             line = next((line for line in self.directory.read_metrics() if line["step"] == done), {})
-            names = self.config.evaluation.metrics(in_environment=self.config.environment.name is not None)
+            in_environment = self.config.environment.name is not None
+            names = self.config.evaluation.metrics(in_environment=in_environment, policies=self.config.trainer.policies)
             self._saving.scored(done, {name: line[name] for name in names if name in line})  # reported before
 
     def _counters(self) -> dict[str, float]:

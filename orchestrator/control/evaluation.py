@@ -45,6 +45,8 @@ class Score:
     """The reward that is trained on."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """The environment's rewards of the policies that spoke, where several are trained."""
+    is_silent: bool = False
+    """The policy of `flow.rollout` said nothing: `rewards` alone count."""
 
     def right(self, least: float) -> float:
         """How right the response is, from 0 to 1: its accuracy, or whether the reward is at least `least`."""
@@ -137,8 +139,11 @@ class Evaluator:
         return max(1, math.ceil(self._num_engines / len(engines)))
 
     def _right(self, scores: Sequence[Scores]) -> list[list[float]]:
-        """How right each response is, by problem; one without a score is wrong."""
-        return [[0.0 if score is None else score.right(self._right_at) for score in of_one] for of_one in scores]
+        """How right each response is that the policy gave, by problem; one without a score is wrong."""
+        return [
+            [0.0 if score is None else score.right(self._right_at) for score in of_one if not _is_silent(score)]
+            for of_one in scores
+        ]
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
         """Further metrics of greedy responses."""
@@ -204,20 +209,25 @@ class EnvironmentEvaluator(Evaluator):
         self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
     ) -> list[Scores]:
         groups = await self._play(fleet, held_out, [_each(sampling, num_samples) for sampling in samplings])
-        kept = [
-            (index, place, attempt)
-            for index, group in enumerate(groups)
-            for place, attempt in enumerate(group)
-            if attempt.outcome.is_trained
-        ]
+        played = [(index, place, attempt) for index, group in enumerate(groups) for place, attempt in enumerate(group)]
+        kept = [(index, place, attempt) for index, place, attempt in played if attempt.outcome.is_trained]
         tasks = [held_out.tasks[index] for index, _, _ in kept]
         scores = await self._score_attempts(fleet, tasks, [attempt for _, _, attempt in kept])
         found = {
             (index, place): None if score is None else replace(score, rewards=attempt.rewards)
             for (index, place, attempt), score in zip(kept, scores, strict=True)
         }
+        found |= {
+            (index, place): Score(0.0, 0.0, attempt.rewards, is_silent=True)
+            for index, place, attempt in played
+            if attempt.rewards and not attempt.outcome.is_trained
+        }
         return [
-            [found.get((index, place)) for place, attempt in enumerate(group) if attempt.outcome.kind != REJECTED]
+            [
+                found.get((index, place))
+                for place, attempt in enumerate(group)
+                if attempt.outcome.kind != REJECTED or attempt.rewards
+            ]
             for index, group in enumerate(groups)
         ]
 
@@ -284,10 +294,12 @@ class EnvironmentEvaluator(Evaluator):
         """Mean reward of the attempts that have one, since an environment's may be more than right or wrong, and that
         of each of several policies; and the share that was rejected, if any was."""
         scored = [score for of_one in scores for score in of_one if score is not None]
-        found = {f"heldout_reward/{name}": _mean(score.total for score in scored)} if scored else {}
+        own = [score.total for score in scored if not score.is_silent]
+        found = {f"heldout_reward/{name}": _mean(own)} if own else {}
         for policy in dict.fromkeys(policy for score in scored for policy in score.rewards):
-            own = [score.rewards[policy] for score in scored if policy in score.rewards]
-            found[f"{policy}/heldout_reward/{name}"] = _mean(own)
+            found[f"{policy}/heldout_reward/{name}"] = _mean(
+                score.rewards[policy] for score in scored if policy in score.rewards
+            )
         rejected = _mean(not of_one for of_one in scores)
         return found | ({f"heldout_rejected/{name}": rejected} if rejected else {})
 
@@ -315,6 +327,10 @@ def _counted(results: Sequence[RewardResult]) -> Scores:
     """Scores of the responses that the reward counts."""
     counted = [result for result in results if result is not None]
     return [Score(result, result) if isinstance(result, float) else None for result in counted]
+
+
+def _is_silent(score: Score | None) -> bool:
+    return score is not None and score.is_silent
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -98,12 +98,14 @@ class AttemptResult:
 
     @classmethod
     def of(cls, attempt: Trajectory) -> "AttemptResult":
-        own = attempt.of_policy(attempt.policy)
-        if not own.outcome.is_trained:
-            return cls(own.outcome)
-        spoke = {turn.policy for turn in attempt.turns}
+        spoke = {turn.policy for turn in attempt.turns} if attempt.outcome.is_trained else set()
         rewards = {name: reward for name, reward in attempt.rewards.items() if name in spoke}
-        return cls(own.outcome, own.reward, own.text, rewards)
+        own = attempt.of_policy(attempt.policy)
+        return (
+            cls(own.outcome, own.reward, own.text, rewards)
+            if own.outcome.is_trained
+            else cls(own.outcome, rewards=rewards)
+        )
 
 
 class AttemptRunner:

@@ -159,6 +159,18 @@ ADAPTERS = (
 )  # fmt: skip
 
 
+BEST = ("checkpoint.keep_best=1", "checkpoint.every_steps=5", "evaluation.every_steps=5")
+
+
+def test_checkpoints_are_kept_by_the_reward_of_one_policy():
+    best = "checkpoint.best_metric=proposer/heldout_reward/heldout"
+    run = resolve(load_config([*ADAPTERS, *BEST, best]), two())
+    names = run.config.evaluation.metrics(in_environment=True, policies=run.config.trainer.policies)
+    assert names[2:] == ["solver/heldout_reward/heldout", "proposer/heldout_reward/heldout"]
+    with pytest.raises(ConfigError, match="names no policy 'proposer' beside another"):
+        resolve(load_config([*ADAPTERS, *BEST, best]))
+
+
 def test_all_policies_have_the_same_ranks():
     run = resolve(load_config([*ADAPTERS, "trainer.num_ranks=2"]), two())
     assert [actor.name for actor in run.plan if actor.role == "trainer"] == ["Trainer-policies-0", "Trainer-policies-1"]
@@ -179,6 +191,11 @@ def test_the_only_policy_has_the_trainers_settings_alone():
         (["trainer.lora.publish=merged"], "trainer.lora.publish=merged: the dataflow trains solver and proposer"),
         (["trainer.lora.publish=merged", "trainer.lora.rank=0"], "trainer.lora.rank=0: the dataflow trains"),
         (["trainer.compile=true"], "trainer.compile=true: the dataflow trains"),
+        (
+            [*BEST, "checkpoint.best_metric=propser/heldout_reward/heldout"],
+            "names no policy 'propser' beside another; did you mean 'proposer'",
+        ),
+        ([*BEST, "checkpoint.best_metric=proposer/accuracy/heldout"], "evaluation measures accuracy/heldout"),
     ],
 )
 def test_a_configuration_for_one_policy_alone_is_refused(change, message):
