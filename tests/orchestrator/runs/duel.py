@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from penstock import AlgorithmConfig, algorithm
 from penstock.algorithms.advantages import group_advantage
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss
@@ -29,3 +30,8 @@ def both(group_size: int) -> Dataflow:
     flow.compute(group_advantage, per="group", reads=["reward"], writes=["advantage"])
     flow.train("solver", loss=ppo_clip_loss)
     return flow.train("proposer", loss=partial(ppo_clip_loss, clip_high=0.3))
+
+
+@algorithm("two_policies")
+def two_policies(cfg: AlgorithmConfig) -> Dataflow:
+    return both(cfg.group_size)

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.real
 STEPS, NUM_KILLS = 12, 3
 ENVIRONMENT_STEPS = 8
 """Steps of runs in an environment, which take longer."""
-GAME = Path(__file__).parent / "digits_game.py"
+GAME, DUEL = (Path(__file__).with_name(name) for name in ("digits_game.py", "duel.py"))
+POLICIES = ("solver", "proposer")
 SETTINGS = [
     "rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1", "trainer.num_threads=1", "resume=auto",
     f"trainer.max_steps={STEPS}", "tracking.samples_every_steps=1", "checkpoint.every_steps=0",
@@ -94,14 +95,14 @@ def whole(start: Callable[[list[str]], Victim], small_run: list[str], tmp_path_f
     return run
 
 
-def assert_same_model(one: Run, other: Run) -> None:
-    expected, found = (load_model(run.directory / "model") for run in (one, other))
+def assert_same_model(one: Run, other: Run, folder: str = "model") -> None:
+    expected, found = (load_model(run.directory / folder) for run in (one, other))
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-def broken_promises(run: Run, max_staleness: int = 0, num_steps: int = STEPS) -> list[str]:
-    return broken(run.directory, Promises(num_steps, 4, 4, max_staleness, {}, 0.0), [])
+def broken_promises(run: Run, max_staleness: int = 0, num_steps: int = STEPS, group_size: int = 4) -> list[str]:
+    return broken(run.directory, Promises(num_steps, 4, group_size, max_staleness, {}, 0.0), [])
 
 
 @pytest.mark.promise("4 taken over", "The run dies")
@@ -138,6 +139,26 @@ def test_attempts_in_an_environment_go_on_while_nobody_drives_the_run(new_run: C
     assert sorted(recovered) == ["Environment-0", "Rollout-1"]
     assert not broken_promises(killed, num_steps=ENVIRONMENT_STEPS)
     assert_same_model(whole, killed)
+
+
+def test_two_policies_go_on_with_the_next_command(new_run: Callable[..., Run]) -> None:
+    """Their ranks and an engine die with the second one."""
+    words = [
+        f"algorithm={DUEL}:two_policies", f"environment.name={DUEL}:Duel", "data.source=environment", "data.path=null",
+        "trainer.lora.rank=8", "trainer.lora.publish=adapter", f"trainer.max_steps={ENVIRONMENT_STEPS}",
+    ]  # fmt: skip
+    whole, killed = new_run("whole", *words), new_run("killed", *words)
+    whole.begin().finish()
+    killed.kill_after(2, 0.1)
+    killed.kill_after(2, 0.3)
+    for name in ("Trainer-policies-0", "Rollout-1"):
+        ray.kill(killed.actor(name))
+    killed.begin().finish()
+    assert killed.kinds.count("placed") == 1
+    assert killed.kinds.count("taken_over") == 2
+    assert not broken_promises(killed, num_steps=ENVIRONMENT_STEPS, group_size=2 * 4)
+    for policy in POLICIES:
+        assert_same_model(whole, killed, f"model/{policy}")
 
 
 def test_actors_that_die_with_the_command_are_replaced_by_the_next_one(new_run: Callable[..., Run], whole: Run) -> None:
