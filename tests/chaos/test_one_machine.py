@@ -14,6 +14,7 @@ from tests.chaos.disturbance import Disturbed
 from tests.chaos.outcome import note
 from tests.chaos.plan import COMMAND, IS_CHAOS, KILL, NET_S, SEEDS, STOP, Target, draw
 from tests.model_files import load_model
+from tests.orchestrator.runs import duel
 
 pytestmark = pytest.mark.real
 
@@ -35,6 +36,18 @@ MEMBERS = [
 TARGETS = [
     *(Target(who, KILL) for who in MEMBERS), Target("Rollout-0", STOP), Target("Trainer-policy-0", STOP),
     Target("Store", KILL), Target("Store", STOP), Target("Agent", KILL), Target(COMMAND, KILL),
+]  # fmt: skip
+
+
+DUEL = Path(duel.__file__)
+TWO_POLICIES = [
+    f"algorithm={DUEL}:two_policies", f"environment.name={DUEL}:Duel", "data.source=environment", "data.path=null",
+    "trainer.lora.rank=8", "trainer.lora.publish=adapter", "environment.num_workers=2",
+]  # fmt: skip
+TWO_POLICIES_TARGETS = [
+    *(Target(who, KILL) for who in ("Rollout-0", "Rollout-1", "Trainer-policies-0", "Environment-0", "Environment-1")),
+    Target("Rollout-1", STOP), Target("Trainer-policies-0", STOP), Target("Store", KILL), Target("Agent", KILL),
+    Target(COMMAND, KILL),
 ]  # fmt: skip
 
 
@@ -71,6 +84,27 @@ def test_a_run_in_which_everybody_dies_ends_with_the_bits_of_an_undisturbed_one(
     assert not broken(directory, Promises(STEPS, 4, 4, 0, NOTICED_S, START_S), done), json.dumps(
         [vars(one) for one in done]
     )
-    expected, found = (load_model(one / "model") for one in (undisturbed, directory))
+    assert_same(undisturbed / "model", directory / "model")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_policies_of_which_everybody_dies_end_with_the_bits_of_undisturbed_ones(
+    seed: int, bed: OneMachine, warm_python: list[str], small_run: list[str], tmp_path: Path
+) -> None:
+    words = [*small_run, *SETTINGS, *TWO_POLICIES]
+    directory, undisturbed = tmp_path / f"two-{seed}", tmp_path / "undisturbed"
+    Disturbed(bed, warm_python, words, undisturbed).go([])
+    done = Disturbed(bed, warm_python, words, directory, retries=20).go(draw(seed, TWO_POLICIES_TARGETS, STEPS))
+    note(answers_of(directory, done))
+    assert not broken(directory, Promises(STEPS, 4, 2 * 4, 0, NOTICED_S, START_S), done), json.dumps(
+        [vars(one) for one in done]
+    )
+    for policy in ("solver", "proposer"):
+        assert_same(undisturbed / "model" / policy, directory / "model" / policy)
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Assert that two models are one, bit for bit."""
+    expected, found = load_model(one), load_model(other)
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in expected)
