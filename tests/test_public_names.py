@@ -109,8 +109,9 @@ def test_every_section_of_a_configuration_is_there() -> None:
 
 def imported_from(code: str) -> list[str]:
     """Names that are imported from Penstock's own modules, as `module.name`, but for files beside another recipe's."""
-    lines = re.findall(r"^from (penstock(?:\.\w+)*) import (.+)$", code, re.MULTILINE)
-    found = [f"{module}.{name.split(' as ')[0].strip(' ()')}" for module, names in lines for name in names.split(",")]
+    lines = re.findall(r"^from (penstock(?:\.\w+)*) import (\([^)]*\)|.+)$", code, re.MULTILINE)
+    each = [(module, name.split(" as ")[0].strip(" ()\n")) for module, names in lines for name in names.split(",")]
+    found = [f"{module}.{name}" for module, name in each if name]
     return [name for name in found if not name.startswith("penstock.recipes.")]
 
 

@@ -42,10 +42,12 @@ class Match:
             board, to_move = after(board, square, to_move), other(to_move)
         ctx.reward(DRAW if not winner(board) else WIN if winner(board) == mark else LOSS)
 
-    async def ask(self, ctx: Context, messages: list[Message], board: str, train: bool) -> int:
+    async def ask(
+        self, ctx: Context, messages: list[Message], board: str, train: bool, policy: str | None = None
+    ) -> int:
         """Ask the policy for a square. Returns 0 for what is none."""
         messages.append({"role": "user", "content": board})
-        turn = await ctx.sample(messages, train=train)
+        turn = await ctx.sample(messages, train=train, policy=policy)
         messages.append(turn.message)
         said = turn.message["content"]
         return int(said) if said.isdecimal() and said.isascii() else 0

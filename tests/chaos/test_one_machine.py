@@ -88,7 +88,7 @@ def test_a_run_in_which_everybody_dies_ends_with_the_bits_of_an_undisturbed_one(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_two_policies_of_which_everybody_dies_end_with_the_bits_of_undisturbed_ones(
+def test_two_policies_in_which_everybody_dies_end_with_the_same_bits(
     seed: int, bed: OneMachine, warm_python: list[str], small_run: list[str], tmp_path: Path
 ) -> None:
     words = [*small_run, *SETTINGS, *TWO_POLICIES]
