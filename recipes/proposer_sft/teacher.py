@@ -19,7 +19,7 @@ def lessons(seed: int) -> Iterator[dict[str, Any]]:
     while True:
         a, b = terms(MAKES_HARD)
         yield {"prompt": "sum?", "answer": f"{a}+{b}"}
-        a, b = terms(0.5)
+        a, b = terms(0.75)
         carries = a % 10 + b % 10 > 9
         wrong = 10 if carries and draws.random() > CARRIES else 0
         yield {"prompt": f"{a}+{b}", "answer": str(max(0, a + b - wrong))}
