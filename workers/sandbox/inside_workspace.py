@@ -80,6 +80,9 @@ Change = tuple[str, str, dict[str, Any]]
 class WorkspaceKeeper(Keeper):
     """Serves the commands of one workspace, one after the other."""
 
+    disk: "DiskMeter | None" = None
+    """None: what is changed is in memory."""
+
     def __init__(self, control: _socket.socket, options: dict[str, Any]) -> None:
         super().__init__(control, options["limits"], options["programs"])
         self.options = options
@@ -91,7 +94,6 @@ class WorkspaceKeeper(Keeper):
         self.upper: int = options["workspace"].get("upper", -1)
         self.proc = f"{self.at}/proc" if self.start else "/proc"
         """Place for the /proc of a command."""
-        self.disk: DiskMeter | None = None
         if options["workspace"]["on_disk"]:
             self.disk = DiskMeter(self.limits, self.at, self.proc, options["workspace"].get("counts"))
 
