@@ -20,6 +20,7 @@ import fcntl
 import filecmp
 import fnmatch
 import glob
+import itertools
 import json
 import os
 import select
@@ -27,7 +28,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, BinaryIO, NoReturn
 
@@ -355,6 +356,9 @@ class DiskMeter:
         """Bytes and files now, and those of the tree without changes."""
         self.upper = -1
         self.others: set[tuple[int, int]] = set()
+        self.due_s = 0.0
+        self.taken = [0, 0]
+        """Bytes and files that all had taken of the disk at the last count."""
 
     def count_tree(self, upper: int) -> None:
         """Count what is there before anything is changed."""
@@ -363,26 +367,26 @@ class DiskMeter:
 
     def begin(self, upper: int, files: list[int]) -> None:
         """Begin to look. `files`: the request's own, which are not counted."""
-        self.upper, self.others = upper, {key_of(os.fstat(file)) for file in files}
+        self.upper, self.others, self.was_over = upper, {key_of(os.fstat(file)) for file in files}, False
         now, tree = self.counts
         self.most = [
             max(own + own // OWN_SHARE, limit + least) for own, limit, least in zip(now, self.limits, tree, strict=True)
         ]
-        self.free, self.due, self.was_over = free_bytes(), 0.0, False
 
     def is_over(self) -> bool:
         """Look. Files are counted unless that was done a while ago, and the disk has lost less than is left since."""
-        free, now_s = free_bytes(), time.monotonic()
-        if now_s > self.due or self.free - free > self.most[0] - self.counts[0][0]:
+        now_s, (free, *taken) = time.monotonic(), room_on_disk()
+        grown = [now - before for now, before in zip(taken, self.taken, strict=True)]
+        if now_s > self.due_s or self._is_more(own + more for own, more in zip(self.counts[0], grown, strict=True)):
             self.counts[0] = self._counted()
-            self.free, self.due = free, time.monotonic() + REST_OF_LOOKS * (time.monotonic() - now_s)
-        is_more = any(now > most for now, most in zip(self.counts[0], self.most, strict=True))
-        self.was_over = self.was_over or is_more or free < LEAST_FREE_BYTES
+            self.taken, self.due_s = taken, time.monotonic() + REST_OF_LOOKS * (time.monotonic() - now_s)
+        self.was_over = self.was_over or self._is_more(self.counts[0]) or free < LEAST_FREE_BYTES
         return self.was_over
 
     def end(self) -> dict[str, Any]:
         """Look for the last time; return facts for the worker."""
-        self.due = 0.0
+        if self.was_over:  # more may have come until it ended
+            self.due_s = 0.0
         is_over = self.is_over()
         sizes = zip(self.counts[0], self.limits, self.counts[1], MOST_AT_ONCE, strict=True)
         return {
@@ -390,13 +394,16 @@ class DiskMeter:
             "is_spent": any(now > 2 * limit + tree + most for now, limit, tree, most in sizes),
         }
 
+    def _is_more(self, counts: Iterable[int]) -> bool:
+        return any(now > most for now, most in zip(counts, self.most, strict=True))
+
     def _counted(self) -> list[int]:
         """Bytes and number of files of the tree and /tmp, and of those that are open and removed."""
         seen: set[tuple[int, int]] = set()
         num_bytes = num_files = 0
         tmp = os.open("/tmp", os.O_PATH | os.O_CLOEXEC)
         try:
-            for found in (*facts_below(self.upper), *facts_below(tmp), *self._removed_files()):
+            for found in itertools.chain(facts_below(self.upper), facts_below(tmp), self._removed_files()):
                 if found.st_nlink != 1 and not stat.S_ISDIR(found.st_mode):
                     if key_of(found) in seen:
                         continue
@@ -457,10 +464,11 @@ def key_of(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def free_bytes() -> int:
-    """Bytes that are left on the disk."""
+def room_on_disk() -> tuple[int, int, int]:
+    """Bytes of the disk that are left, and bytes and files that are taken of it, by whomever."""
     found = os.statvfs("/tmp")
-    return found.f_bavail * found.f_frsize
+    used = (found.f_blocks - found.f_bfree) * found.f_frsize
+    return found.f_bavail * found.f_frsize, used, found.f_files - found.f_ffree
 
 
 def copied_tree(upper: str) -> str:

@@ -23,7 +23,7 @@ from penstock.workers.sandbox.workspace import Workspaces
 from tests.processes import GONE_S, seen, wait_until_gone
 from tests.sandbox.conftest import in_a_loop
 from tests.workers.sandbox.conftest import Room
-from tests.workers.sandbox.test_workspace import CHANGES, tree_of
+from tests.workers.sandbox.test_workspace import CHANGES, memory_files, tree_of
 
 pytestmark = pytest.mark.real
 
@@ -219,7 +219,11 @@ def test_more_than_memory_holds_may_be_changed_on_a_disk(repository, tmp_path):
     room = Room(repository, disk=tmp_path)
     ws = room.open(limits=Limits(memory_bytes=64 * MIB, tmp_bytes=512 * MIB, file_bytes=512 * MIB))
     assert room.run(ws, "head -c 150000000 /dev/urandom > big; ls -s big").is_success
-    assert room.do(ws.snapshot()).num_bytes > 150_000_000
+    before = memory_files()
+    snapshot = room.do(ws.snapshot())
+    assert snapshot.num_bytes > 150_000_000
+    assert memory_files() == before
+    assert len(left_on(tmp_path)) == 4, "two workspaces with their locks, and a snapshot without a name"
     room.close()
 
 
