@@ -421,23 +421,22 @@ class DiskMeter:
         devices = {os.stat("/tmp").st_dev, os.fstat(self.upper).st_dev, os.stat(self.at).st_dev}
         for thread in glob.iglob(f"{self.proc}/[0-9]*/task/*"):
             with suppress(FileNotFoundError, ProcessLookupError):
-                for name in open_files(thread):
-                    with suppress(FileNotFoundError, ProcessLookupError):
-                        found = os.stat(f"{thread}/fd/{name}")
-                        if not found.st_nlink and found.st_dev in devices and key_of(found) not in self.others:
-                            yield found
+                for found in open_files(thread):
+                    if not found.st_nlink and found.st_dev in devices and key_of(found) not in self.others:
+                        yield found
 
 
-def open_files(thread: str) -> list[str]:
-    """Numbers of a thread's open files. Those of one that ends are not shown, nor those of a program that its user may
-    not read; only for the latter `PermissionError` is raised."""
+def open_files(thread: str) -> Iterator[os.stat_result]:
+    """Facts of a thread's open files. They are refused for one that ends, and for a program that its user may not read;
+    only for the latter `PermissionError` is raised."""
     try:
-        return os.listdir(f"{thread}/fd")
+        for name in os.listdir(f"{thread}/fd"):
+            with suppress(FileNotFoundError):
+                yield os.stat(f"{thread}/fd/{name}")
     except PermissionError:
         with open(f"{thread}/statm") as file:
-            if file.read().startswith("0 "):
-                return []
-        raise
+            if not file.read().startswith("0 "):
+                raise
 
 
 def facts_below(root: int) -> Iterator[os.stat_result]:

@@ -117,6 +117,14 @@ def test_the_number_of_files_on_a_disk_is_bounded(room):
     assert room.run(ws, linked + "; sleep 0.2").is_success, "files with many names are counted once"
 
 
+def test_processes_that_come_and_go_are_not_mistaken_for_such_that_hide(room):
+    ws = room.open()
+    for _ in range(3):
+        busy = "i=0; while [ $i -lt 300 ]; do i=$((i+1)); /bin/true & /bin/true; done; wait"
+        outcome = room.run(ws, busy)
+        assert outcome.is_success, outcome
+
+
 def test_a_request_about_the_tree_is_bounded_too(room):
     ws = room.open()
     with pytest.raises(WorkspaceError, match=r"write big: ended by a limit \(disk\)"):
