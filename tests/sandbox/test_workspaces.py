@@ -42,11 +42,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-@pytest.fixture(scope="module")
-def room(tree: Path) -> Iterator[Room]:
-    room = Room(tree, limits=LIMITS)
+@pytest.fixture(scope="module", params=["memory", "disk"])
+def room(tree: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    """Where changes are in memory, and on a disk."""
+    disk = None if request.param == "memory" else tmp_path_factory.mktemp("disk")
+    room = Room(tree, limits=LIMITS, disk=disk)
     yield room
     room.close()
+    assert disk is None or not list(disk.glob("*/*"))
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +266,8 @@ sys.path.insert(0, {root!r})
 from penstock.workers.sandbox.workspace import Workspaces
 async def main():
     workspaces = Workspaces()
-    async with workspaces.open({tree!r}) as ws:
-        await ws.run("echo more >> mine; id -u > user")
+    async with workspaces.open({tree!r}, disk={disk!r}) as ws:
+        await ws.run("echo more >> mine; id -u > user; mkdir shut; echo x > shut/x; chmod 0 shut")
         async with await ws.fork() as fork:
             print(os.getuid(), ws.kind, (await fork.run("cat mine user")).stdout)
         print((await ws.check("cat mine hidden", files={{"hidden": "h"}})).stdout)
@@ -273,7 +276,8 @@ asyncio.run(main())
 """
 
 
-def test_an_ordinary_user_has_the_same_workspaces(tmp_path):
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_an_ordinary_user_has_the_same_workspaces(is_on_disk):
     root = str(Path(__file__).parents[2])
     become = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"] if os.geteuid() == 0 else []
     bwrap = str(fence.find_bwrap().parent)
@@ -281,8 +285,9 @@ def test_an_ordinary_user_has_the_same_workspaces(tmp_path):
         tree = Path(directory) / "tree"
         tree.mkdir()
         (tree / "mine").write_text("kept\n")
-        for path in (Path(directory), tree):
-            path.chmod(0o755)
+        (disk := Path(directory) / "disk").mkdir()
+        for path, mode in ((Path(directory), 0o755), (tree, 0o755), (disk, 0o777)):
+            path.chmod(mode)
         for python in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
             words = [*become, "env", "-i", f"PATH={bwrap}:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE=1", python]
             asked = subprocess.run(
@@ -294,8 +299,10 @@ def test_an_ordinary_user_has_the_same_workspaces(tmp_path):
             pytest.skip(
                 "NO INTERPRETER that another user may run, with this folder: workspaces of ordinary users are untested"
             )
-        program = ORDINARY_USER.format(root=root, tree=str(tree))
+        program = ORDINARY_USER.format(root=root, tree=str(tree), disk=str(disk) if is_on_disk else None)
         done = subprocess.run([*words, "-c", program], capture_output=True, text=True, timeout=900, cwd="/")
+        assert len(list(disk.glob("*"))) == is_on_disk
+        assert not list(disk.glob("*/*"))
     uid = "12345" if become else str(os.getuid())
     assert done.stdout.split() == [uid, "overlay", "kept", "more", "65533", "kept", "more", "h"], done.stderr[-2000:]
 

@@ -200,7 +200,8 @@ class Context:
         """Open a copy-on-write tree for commands that the model wrote, one after the other and with state:
         `async with ctx.workspace("repository.tar.gz") as ws: await ws.run("ls")`. `source`: a directory or an archive,
         unpacked once a node. `options`: `at` (its directory inside), `root` (it is a whole file system), `show` (paths
-        of this machine that commands may read), `links`, `variables`, `limits`."""
+        of this machine that commands may read), `links`, `variables`, `limits`, `disk` (a directory for what is
+        changed, which else stays in memory)."""
         return self._make_workspace(source, **options)
 
     def reward(self, value: float, turn: Turn | None = None, *, policy: str | None = None) -> None:

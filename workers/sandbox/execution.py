@@ -63,8 +63,8 @@ class ProgramOutcome:
     cpu_s: float
     """Processor time of all its processes, and of the keeper on their behalf (about 2 ms)."""
     reason: str
-    """Reason: "exited"; "timeout_cpu", "timeout_wall", "memory", "output": over this limit; "signal": a crash; "lost":
-    the fence went down with it."""
+    """Reason: "exited"; "timeout_cpu", "timeout_wall", "memory", "output": over this limit; "disk": over a workspace's
+    limits on its disk, or that is nearly full; "signal": a crash; "lost": the fence went down with it."""
 
     @property
     def is_success(self) -> bool:
@@ -102,6 +102,8 @@ class Ending:
     cpu_s: float
     seconds: float
     out_of_memory: bool = False
+    over_disk: bool = False
+    """True if what was changed takes more of its disk than it may."""
     lost: bool = False
     """True if the fence went down, and no process saw the execution end."""
     stdout: bytes = b""
@@ -114,6 +116,8 @@ def reason_of(ending: Ending, limits: Limits) -> str:
     """The limit that was passed, if any; else how the process ended."""
     if ending.out_of_memory:
         return "memory"
+    if ending.over_disk:
+        return "disk"
     if not ending.in_time:
         return "timeout_wall"
     was_killed = os.WIFSIGNALED(ending.status) and os.WTERMSIG(ending.status) == signal.SIGKILL

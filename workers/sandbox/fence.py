@@ -38,6 +38,7 @@ from functools import cache
 from pathlib import Path
 
 from penstock.conf.errors import SandboxUnavailable
+from penstock.workers.sandbox.disk import DiskChanges
 
 UID = 65533
 """Id of the user inside, and outside too where the run is root's: not `nobody`, which other services share."""
@@ -159,8 +160,8 @@ together."""
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 LINE_BYTES = 8
 LOWER, SPACE = "/original", "/changes"
-"""Places in a workspace's fence: the original tree, read-only, and where the memory that holds changes is mounted at
-first, before anything runs."""
+"""Places in a workspace's fence: the original tree, read-only, and where the memory or the directory that holds changes
+is mounted at first, before anything runs."""
 ETC = {
     "/etc/passwd": f"agent:x:{UID}:{UID}::/tmp:/bin/sh\n",
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
@@ -206,6 +207,8 @@ class WorkspaceView:
     """Paths of this machine that are shown read-only at their own places."""
     links: tuple[tuple[str, str], ...] = ()
     """Symbolic links inside: their places, and what they lead to."""
+    changes: DiskChanges | None = None
+    """Directory on a disk for what is changed, which belongs to the user of the fence; None: it stays in memory."""
 
 
 def find_bwrap() -> Path:
@@ -262,7 +265,11 @@ def command(
         return words
     identity = [str(machine.setpriv), f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
     seen = () if view is None else (view.tree, *view.shown)
-    return [str(machine.bwrap), *readable_tree(machine, seen), "--", *identity, *words]
+    writable: list[str] = []
+    if view is not None and view.changes is not None:
+        path = view.changes.path
+        writable = [*above(path), *bound(path, path)]
+    return [str(machine.bwrap), *readable_tree(machine, seen), *writable, "--", *identity, *words]
 
 
 def readable_tree(machine: FencePrograms, seen: Sequence[Path] = ()) -> list[str]:
@@ -294,6 +301,7 @@ def workspace_words(view: WorkspaceView, etc: Sequence[int]) -> list[str]:
     """Arguments for what a workspace's fence has besides. The keeper needs `CAP_DAC_OVERRIDE` for overlayfs, whose
     directory for work nobody may enter."""
     words = ["--cap-add", "CAP_DAC_OVERRIDE", "--ro-bind", str(view.tree), LOWER, "--dir", SPACE, "--proc", "/proc"]
+    words += [] if view.changes is None else bound(view.changes.path, Path(SPACE))
     words += ["--cap-add", "CAP_SYS_CHROOT"] if view.start else []
     words += [*above(Path(view.at)), "--perms", "0755", "--dir", view.at, "--symlink", "/proc/self/fd", "/dev/fd"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -331,6 +339,11 @@ def shown(path: Path) -> Iterator[str]:
     """Arguments that bind a path read-only at its own place."""
     yield from above(path)
     yield from ("--ro-bind", str(path), str(path))
+
+
+def bound(path: Path, place: Path) -> tuple[str, ...]:
+    """Arguments that bind a path so that it can be written to."""
+    return ("--bind", str(path), str(place))
 
 
 def above(path: Path) -> Iterator[str]:

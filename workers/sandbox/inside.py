@@ -133,11 +133,15 @@ class Keeper:
         poll = select.poll()
         poll.register(process, select.POLLIN)
         poll.register(self.control, self.interrupts)
-        ready = [file for file, _ in poll.poll(wall_s * 1000)]
+        ready = self.polled(poll, wall_s)
         if process not in ready:
             os.kill(pid, signal.SIGKILL)
         os.close(process)
         return bool(ready)
+
+    def polled(self, poll: select.poll, wall_s: float) -> list[int]:
+        """Wait for one of the files; return those that are ready."""
+        return [file for file, _ in poll.poll(wall_s * 1000)]
 
 
 def take_files(files: list[int]) -> None:

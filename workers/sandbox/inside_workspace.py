@@ -1,14 +1,15 @@
 """The program that keeps a workspace's fence, and what runs behind it: process 1, which forks for each command.
 
-It is `inside.py` with a tree that stays. What was changed is in one tmpfs, mounted once:
+It is `inside.py` with a tree that stays. What was changed is in one tmpfs, mounted once, or in a directory of a disk:
 
     /changes/upper ─┐                                /changes/tmp ─▶ /tmp
     /original ──────┴─ overlayfs ─▶ the workspace    (where there is no overlayfs, upper is a full copy)
 
-Then /changes is taken away, and only the keeper has a descriptor of upper. A command is process 1 of a PID namespace of
-its own, with a /proc of that. Other requests read or write the tree for the worker, as unprivileged as a command. They
-speak of changes, one after the other in a file: a line of JSON, and for a file its bytes. Changes are applied by
-ordinary calls, so that they mean the same with overlayfs and with a copy.
+Then /changes is taken away; on a disk it is covered, as a reset mounts again and overlayfs wants a mount that is there.
+Only the keeper has a descriptor of upper. A command is process 1 of a PID namespace of its own, with a /proc of that.
+Other requests read or write the tree for the worker, as unprivileged as a command. They speak of changes, one after the
+other in a file: a line of JSON, and for a file its bytes. Changes are applied by ordinary calls, so that they mean the
+same with overlayfs and with a copy.
 
 While nothing is asked for, the worker has this program replace itself with a shell that waits (`rest`). Mounts stay, as
 they belong to the process.
@@ -18,6 +19,8 @@ import _socket
 import fcntl
 import filecmp
 import fnmatch
+import glob
+import itertools
 import json
 import os
 import select
@@ -25,7 +28,8 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from typing import Any, BinaryIO, NoReturn
 
 from penstock.workers.sandbox.inside import (
@@ -53,6 +57,21 @@ OPAQUE = "user.overlay.opaque"
 NUM_DESCRIPTORS = 1024
 LISTEN, LOOPBACK, BACKLOG = b"listen ", "127.0.0.1", 64
 SAME_READ_BYTES = 1 << 20
+FICLONE = 0x40049409
+"""The request of `ioctl` by which a file shares the blocks of another one until one of them is changed."""
+RM = "/bin/rm"
+LOOK_S = 0.05
+"""Seconds between looks at a disk while a command runs."""
+REST_OF_LOOKS = 9
+"""Least time between counts of all files, in times that a count took: counting takes a tenth of a core at most, unless
+the disk has lost what a command may still take."""
+LEAST_FREE_BYTES = 256 << 20
+"""Bytes that are left to others on a disk. A file that was removed, and is mapped or in a socket, is not counted: this
+ends who fills a disk with it."""
+MOST_AT_ONCE = (2 << 30, 100_000)
+"""Bytes and files that a command takes between two looks, by a generous guess. A workspace with that and twice its
+limits is given up: command after command would get there, each ended by its own look."""
+UNCOUNTABLE, BLOCK_BYTES, OWN_SHARE = 1 << 62, 512, 64
 PACKED_LINE_BYTES = 1024
 """Bytes of a change's line, by a generous guess: its path and facts."""
 Change = tuple[str, str, dict[str, Any]]
@@ -61,6 +80,9 @@ Change = tuple[str, str, dict[str, Any]]
 
 class WorkspaceKeeper(Keeper):
     """Serves the commands of one workspace, one after the other."""
+
+    disk: "DiskMeter | None" = None
+    """None: what is changed is in memory."""
 
     def __init__(self, control: _socket.socket, options: dict[str, Any]) -> None:
         super().__init__(control, options["limits"], options["programs"])
@@ -73,6 +95,8 @@ class WorkspaceKeeper(Keeper):
         self.upper: int = options["workspace"].get("upper", -1)
         self.proc = f"{self.at}/proc" if self.start else "/proc"
         """Place for the /proc of a command."""
+        if options["workspace"]["on_disk"]:
+            self.disk = DiskMeter(self.limits, self.at, self.proc, options["workspace"].get("counts"))
 
     def serve(self) -> None:
         if "counted" not in self.options:
@@ -120,35 +144,54 @@ class WorkspaceKeeper(Keeper):
     def _execute(self, files: list[int], wall_s: float) -> dict[str, Any]:
         started = time.perf_counter()
         before = os.stat(self.proc).st_dev
+        if self.disk is not None:
+            self.disk.begin(self.upper, files)
         facts = self._fork(files, wall_s)
+        if self.disk is not None:
+            facts |= self.disk.end()
         if os.stat(self.proc).st_dev != before:
             checked("umount2", self.proc.encode(), MNT_DETACH)
         return facts | {"seconds": time.perf_counter() - started}
 
+    def polled(self, poll: select.poll, wall_s: float) -> list[int]:
+        """Look at the disk while nothing is ready."""
+        if self.disk is None:
+            return super().polled(poll, wall_s)
+        deadline = time.monotonic() + wall_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if ready := super().polled(poll, min(LOOK_S, left_s)):
+                return ready
+            if self.disk.is_over():
+                break
+        return []
+
     def mount_tree(self) -> None:
-        checked("mount", b"tmpfs", SPACE.encode(), b"tmpfs", NO_SUID_DEVICES, self.tmp)
+        if self.disk is None:
+            checked("mount", b"tmpfs", SPACE.encode(), b"tmpfs", NO_SUID_DEVICES, self.tmp)
         upper, work, tmp = (f"{SPACE}/{name}" for name in ("upper", "work", "tmp"))
         for place in (upper, work, tmp):
             os.mkdir(place)
         os.chmod(upper, stat.S_IMODE(os.stat(LOWER).st_mode) | 0o700)
-        options = f"lowerdir={LOWER},upperdir={upper},workdir={work},userxattr".encode()
+        options = f"lowerdir={LOWER},upperdir={upper},workdir={work},userxattr"
+        options += "" if self.disk is None else ",volatile"  # to end a fence does not wait for the disk
         if self.kind == "overlay":
             try:
                 # Before 6.6 memory has no such attributes. Some of these kernels mount all the same, and then cannot
                 # replace a directory.
                 os.setxattr(SPACE, "user.penstock", b"")
-                checked("mount", b"overlay", self.at.encode(), b"overlay", NO_SUID_DEVICES, options)
+                checked("mount", b"overlay", self.at.encode(), b"overlay", NO_SUID_DEVICES, options.encode())
             except OSError:  # kernels before 5.11 mount none in a namespace
                 self.kind = "copy"
-        if self.kind == "copy":
-            try:
-                shutil.copytree(LOWER, upper, symlinks=True, dirs_exist_ok=True)
-            except OSError as error:
-                raise SystemExit(f"its tree cannot be copied into memory: {str(error)[-200:]}") from None
+        if self.kind != "overlay":
+            self.kind = copied_tree(upper)
             checked("mount", upper.encode(), self.at.encode(), None, BIND, None)
         checked("mount", tmp.encode(), b"/tmp", None, BIND, None)
         self.upper = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        checked("umount2", SPACE.encode(), MNT_DETACH)
+        if self.disk is None:
+            checked("umount2", SPACE.encode(), MNT_DETACH)
+        else:
+            checked("mount", b"tmpfs", SPACE.encode(), b"tmpfs", READ_ONLY | NO_SUID_DEVICES, b"size=4k,mode=0")
+            self.disk.count_tree(self.upper)
         for name in MOUNTED if self.start else ():
             place = f"{self.at}/{name}"
             if os.path.islink(place):
@@ -162,13 +205,18 @@ class WorkspaceKeeper(Keeper):
         os.close(self.upper)
         for place in (self.at, "/tmp"):
             checked("umount2", place.encode(), MNT_DETACH)
+        if self.disk is not None:
+            checked("umount2", SPACE.encode(), MNT_DETACH)
+            words = [RM, "-rf", *(f"{SPACE}/{name}" for name in ("upper", "work", "tmp"))]
+            os.waitpid(os.posix_spawn(RM, words, {}), 0)
         self.mount_tree()
 
     def _rest(self) -> NoReturn:
         """Become a shell that waits for a line, and then this program again."""
         for number, file in enumerate((self.control.fileno(), self.upper), 3):
             os.dup2(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 64), number)
-        self.options["workspace"] |= {"kind": self.kind, "upper": 4}
+        counts = self.disk.counts if self.disk is not None else None
+        self.options["workspace"] |= {"kind": self.kind, "upper": 4, "counts": counts}
         options = json.dumps(self.options | {"control": 3})
         words = [*sys.orig_argv[:-1], options]
         os.execv("/bin/sh", ["sh", "-c", 'read -r line <&3 && exec "$0" "$@"', *words])
@@ -294,10 +342,161 @@ class WorkspaceKeeper(Keeper):
         return f"{place}/{name}"
 
 
+class DiskMeter:
+    """What is changed on a disk, in bytes and number of files, and whether a command is to be ended for it: it may have
+    what the limits say, or else what it has found, and a little more that the file system itself adds.
+
+    Lifecycle: `count_tree`; `begin`, `is_over`, `end` for each request.
+    """
+
+    def __init__(self, limits: dict[str, Any], at: str, proc: str, counts: list[list[int]] | None) -> None:
+        """`at`: the workspace's directory. `proc`: place of commands' /proc. `counts`: those of an earlier keeper."""
+        self.limits, self.at, self.proc = [limits["tmp_bytes"], limits["tmp_files"]], at, proc
+        self.counts = counts or [[0, 0], [0, 0]]
+        """Bytes and files now, and those of the tree without changes."""
+        self.upper = -1
+        self.others: set[tuple[int, int]] = set()
+        self.due_s = 0.0
+        self.taken = [0, 0]
+        """Bytes and files that all had taken of the disk at the last count."""
+
+    def count_tree(self, upper: int) -> None:
+        """Count what is there before anything is changed."""
+        self.upper = upper
+        self.counts = [self._counted()] * 2
+
+    def begin(self, upper: int, files: list[int]) -> None:
+        """Begin to look. `files`: the request's own, which are not counted."""
+        self.upper, self.others, self.was_over = upper, {key_of(os.fstat(file)) for file in files}, False
+        now, tree = self.counts
+        self.most = [
+            max(own + own // OWN_SHARE, limit + least) for own, limit, least in zip(now, self.limits, tree, strict=True)
+        ]
+
+    def is_over(self) -> bool:
+        """Look. Files are counted unless that was done a while ago, and the disk has lost less than is left since."""
+        now_s, (free, *taken) = time.monotonic(), room_on_disk()
+        grown = [now - before for now, before in zip(taken, self.taken, strict=True)]
+        if now_s > self.due_s or self._is_more(own + more for own, more in zip(self.counts[0], grown, strict=True)):
+            self.counts[0] = self._counted()
+            self.taken, self.due_s = taken, time.monotonic() + REST_OF_LOOKS * (time.monotonic() - now_s)
+        self.was_over = self.was_over or self._is_more(self.counts[0]) or free < LEAST_FREE_BYTES
+        return self.was_over
+
+    def end(self) -> dict[str, Any]:
+        """Look for the last time; return facts for the worker."""
+        if self.was_over:  # more may have come until it ended
+            self.due_s = 0.0
+        is_over = self.is_over()
+        sizes = zip(self.counts[0], self.limits, self.counts[1], MOST_AT_ONCE, strict=True)
+        return {
+            "over_disk": is_over,
+            "is_spent": any(now > 2 * limit + tree + most for now, limit, tree, most in sizes),
+        }
+
+    def _is_more(self, counts: Iterable[int]) -> bool:
+        return any(now > most for now, most in zip(counts, self.most, strict=True))
+
+    def _counted(self) -> list[int]:
+        """Bytes and number of files of the tree and /tmp, and of those that are open and removed."""
+        seen: set[tuple[int, int]] = set()
+        num_bytes = num_files = 0
+        tmp = os.open("/tmp", os.O_PATH | os.O_CLOEXEC)
+        try:
+            for found in itertools.chain(facts_below(self.upper), facts_below(tmp), self._removed_files()):
+                if found.st_nlink != 1 and not stat.S_ISDIR(found.st_mode):
+                    if key_of(found) in seen:
+                        continue
+                    seen.add(key_of(found))
+                num_bytes += found.st_blocks * BLOCK_BYTES
+                num_files += 1
+        except OSError:  # a path that is too long, or files that are hidden
+            return [UNCOUNTABLE, UNCOUNTABLE]
+        finally:
+            os.close(tmp)
+        return [num_bytes, num_files]
+
+    def _removed_files(self) -> Iterator[os.stat_result]:
+        """Facts of files that are open and have no name. Raises `OSError` for a process that hides its files."""
+        devices = {os.stat("/tmp").st_dev, os.fstat(self.upper).st_dev, os.stat(self.at).st_dev}
+        for thread in glob.iglob(f"{self.proc}/[0-9]*/task/*"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for found in open_files(thread):
+                    if not found.st_nlink and found.st_dev in devices and key_of(found) not in self.others:
+                        yield found
+
+
+def open_files(thread: str) -> Iterator[os.stat_result]:
+    """Facts of a thread's open files. They are refused for one that ends, and for a program that its user may not read;
+    only for the latter `PermissionError` is raised."""
+    try:
+        for name in os.listdir(f"{thread}/fd"):
+            with suppress(FileNotFoundError):
+                yield os.stat(f"{thread}/fd/{name}")
+    except PermissionError:
+        with open(f"{thread}/statm") as file:
+            if not file.read().startswith("0 "):
+                raise
+
+
+def facts_below(root: int) -> Iterator[os.stat_result]:
+    """Facts of all that is below a directory, through no link, while others change it. Raises `OSError` for a directory
+    whose path is too long."""
+    ahead = ["."]
+    while ahead:
+        below = ahead.pop()
+        try:
+            directory = os.open(below, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        with ExitStack() as files:
+            files.callback(os.close, directory)
+            for entry in files.enter_context(os.scandir(directory)):
+                with suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(found.st_mode):
+                        ahead.append(f"{below}/{entry.name}")
+                    yield found
+
+
+def key_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def room_on_disk() -> tuple[int, int, int]:
+    """Bytes of the disk that are left, and bytes and files that are taken of it, by whomever."""
+    found = os.statvfs("/tmp")
+    used = (found.f_blocks - found.f_bfree) * found.f_frsize
+    return found.f_bavail * found.f_frsize, used, found.f_files - found.f_ffree
+
+
+def copied_tree(upper: str) -> str:
+    """Copy the original tree. Returns "reflink" if all files share their blocks with the original ones, else "copy"."""
+    kinds: set[str] = set()
+
+    def copied(source: str, target: str) -> None:
+        try:
+            if "copy" in kinds:
+                raise OSError("no reflinks here")
+            with open(source, "rb") as old, open(target, "wb") as new:
+                fcntl.ioctl(new, FICLONE, old.fileno())
+            kinds.add("reflink")
+        except OSError:
+            kinds.add("copy")
+            shutil.copyfile(source, target)
+        shutil.copystat(source, target)
+
+    try:
+        shutil.copytree(LOWER, upper, symlinks=True, dirs_exist_ok=True, copy_function=copied)
+    except OSError as error:
+        raise SystemExit(f"its tree cannot be copied: {str(error)[-200:]}") from None
+    return "reflink" if kinds == {"reflink"} else "copy"
+
+
 def changes(upper: str, lower: str, kind: str = "overlay") -> Iterator[Change]:
     """What makes an original tree into another one, directories before what is in them. `upper`: of overlayfs, or a
     full copy."""
-    if kind == "copy":
+    if kind != "overlay":
         yield from missing(upper, lower)
     for place, path, found in entries_of(upper):
         original = f"{lower}/{path}"

@@ -20,7 +20,7 @@ import tempfile
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from lzma import LZMAError
 from pathlib import Path
@@ -50,11 +50,7 @@ class OriginalTree:
         """Unpack the source unless that was done. `owner`: user and group of the files; None: this process's. Raises
         `ConfigError` for a source that is not there or cannot be read."""
         base = base_directory()
-        with suppress(FileExistsError):
-            base.mkdir(mode=0o755)
-        found = os.lstat(base)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise ConfigError(f"workspace: {base} is not a directory that only this user may write to. Remove it.")
+        own_directory(base, 0o755)
         sweep(base)
         directory = base / key_of(source)
         while True:
@@ -79,6 +75,15 @@ class OriginalTree:
 def base_directory() -> Path:
     """Directory of this user's trees on this node."""
     return Path(tempfile.gettempdir()) / f"penstock-trees-{os.geteuid()}"
+
+
+def own_directory(path: Path, mode: int) -> None:
+    """Make a directory unless it is there. Raises `ConfigError` for one that others may write to."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=mode)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(f"workspace: {path} is not a directory that only this user may write to. Remove it.")
 
 
 def key_of(source: Path) -> str:
@@ -116,17 +121,18 @@ def locked(path: Path, kind: int) -> int:
         os.close(file)  # it was removed meanwhile
 
 
-def sweep(base: Path) -> None:
-    """Remove trees that nobody uses."""
+def sweep(base: Path, remove: Callable[[Path], object] = shutil.rmtree) -> None:
+    """Remove trees that nobody uses. The lock of one that is not gone is left for the next sweep."""
     for path in base.glob("*.lock"):
         try:
             lock = locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
-        for directory in base.glob(f"{path.stem}*"):
-            if directory != path:
-                shutil.rmtree(directory)
-        path.unlink()
+        directories = [directory for directory in base.glob(f"{path.stem}*") if directory != path]
+        for directory in directories:
+            remove(directory)
+        if not any(directory.exists() for directory in directories):
+            path.unlink()
         os.close(lock)
 
 

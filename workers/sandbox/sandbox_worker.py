@@ -332,6 +332,7 @@ def _options(control: int, limits: Limits, rehearse: bool, view: WorkspaceView |
             "at": view.at,
             "start": view.start,
             "kind": kind,
+            "on_disk": view.changes is not None,
         }
     return options
 
@@ -357,8 +358,8 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 def _help(said: str) -> str:
     if said.startswith("its tree"):
         return (
-            f"workspace: {said[:500]}. Give it more (tmp_bytes and tmp_files of its limits), or a kernel that has "
-            "overlayfs in memory (6.6), which copies only what is changed."
+            f"workspace: {said[:500]}. Give it more (tmp_bytes and tmp_files of its limits, or room on its disk), or a "
+            "kernel that has overlayfs in memory (6.6), which copies only what is changed."
         )
     if "mount proc" in said:
         return (

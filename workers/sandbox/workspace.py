@@ -1,6 +1,6 @@
 """Workspaces: trees of files in which commands run one after the other, behind the sandbox's fence, with state.
 
-    archive or directory ─▶ OriginalTree ─▶ Workspace (a fence of its own; what was changed is in its memory)
+    archive or directory ─▶ OriginalTree ─▶ Workspace (a fence of its own, and memory or disk for changes)
                                                 │ snapshot: what was changed      ▲ restore
                                                 └─────────────▶ Snapshot ─────────┴─▶ fork, check: new workspaces
 
@@ -16,12 +16,13 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from penstock.conf.errors import ConfigError, NotStarted, WorkspaceError
 from penstock.workers.runtime.async_tasks import cancel_all, time_limit_paused
+from penstock.workers.sandbox.disk import DiskChanges, prepare, unnamed_file
 from penstock.workers.sandbox.execution import MIB, Ending, Limits, ProgramOutcome, outcome_of
 from penstock.workers.sandbox.fence import UID, FencePrograms, WorkspaceView
 from penstock.workers.sandbox.original_tree import OriginalTree
@@ -81,7 +82,7 @@ class WorkspaceOptions(TypedDict, total=False):
     commands have instead of this machine's programs, and start at `at` in it; /. `show`: paths of this machine that
     commands may read at their own places, such as an environment with the tree's dependencies. `links`: symbolic links
     at other places, such as {"/logs": "/tmp/logs"}. `variables`: of commands' environment, besides PATH, HOME and the
-    like. `limits`: `LIMITS`.
+    like. `limits`: `LIMITS`. `disk`: a directory of this machine's below which changes are kept instead of in memory.
     """
 
     at: str
@@ -90,6 +91,7 @@ class WorkspaceOptions(TypedDict, total=False):
     links: Mapping[str, str] | None
     variables: Mapping[str, str] | None
     limits: Limits | None
+    disk: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,20 @@ class WorkspaceSpec:
     limits: Limits
     variables: Mapping[str, str] = field(compare=False)
     """Environment of commands."""
+    disk: Path | None = None
+    """Place for what is changed; None: memory."""
 
     @classmethod
     def of(cls, tree: OriginalTree, machine: FencePrograms, options: WorkspaceOptions) -> "WorkspaceSpec":
         """Raises `ConfigError`."""
         is_root, limits = options.get("root", False), options.get("limits") or LIMITS
         at = options.get("at", "/" if is_root else "/workspace")
-        if limits.memory_bytes <= limits.tmp_bytes + limits.tmp_files * FILE_BYTES:
+        disk = Path(os.path.realpath(named)) if (named := options.get("disk")) is not None else None
+        if disk is None and limits.memory_bytes <= limits.tmp_bytes + limits.tmp_files * FILE_BYTES:
             raise ConfigError(
                 f"workspace: memory_bytes={limits.memory_bytes:,} holds what is changed, too: tmp_bytes="
-                f"{limits.tmp_bytes:,}, and {FILE_BYTES} bytes for each of tmp_files={limits.tmp_files:,}. Allow less "
-                "or give more."
+                f"{limits.tmp_bytes:,}, and {FILE_BYTES} bytes for each of tmp_files={limits.tmp_files:,}. Allow less, "
+                "give more, or name a disk."
             )
         if is_root and (options.get("show") or options.get("links")):
             raise ConfigError("workspace: root=True shows nothing else: put into the tree what show and links are for.")
@@ -124,18 +129,23 @@ class WorkspaceSpec:
                     f"workspace: show={path} is not there, or lies below /tmp, /proc or {at}, where a workspace has "
                     "files of its own. Show a path that lies elsewhere."
                 )
+            if disk is not None and disk.is_relative_to(path):
+                raise ConfigError(
+                    f"workspace: disk={disk} lies below show={path}, where commands may read all changes."
+                )
         search = PATH_OF_IMAGES if is_root else f"{machine.prefix}/bin:/usr/bin:/bin"
         variables = {"PATH": search, **VARIABLES, **(options.get("variables") or {})}
         links = tuple((options.get("links") or {}).items())
         place, start = (ROOT, at) if is_root else (at, "")
-        return cls(tree, WorkspaceView(tree.path, place, start, shown, links), limits, variables)
+        return cls(tree, WorkspaceView(tree.path, place, start, shown, links), limits, variables, disk)
 
 
 class Snapshot:
-    """What was changed in a workspace's tree and /tmp at one time, in memory; freed with the object."""
+    """What was changed in a workspace's tree and /tmp at one time, in memory or on its disk; freed with the object."""
 
-    def __init__(self) -> None:
-        self.file = os.memfd_create("snapshot", os.MFD_CLOEXEC)
+    def __init__(self, disk: Path | None = None) -> None:
+        self.file = os.memfd_create("snapshot", os.MFD_CLOEXEC) if disk is None else unnamed_file(disk)
+        self.is_on_disk = disk is not None
         weakref.finalize(self, os.close, self.file)
 
     @property
@@ -144,6 +154,8 @@ class Snapshot:
 
     def copied(self) -> "Snapshot":
         """A copy, whose memory is counted as this process's and not as that of the fence which has written this."""
+        if self.is_on_disk:
+            return self
         copy, size, offset = Snapshot(), self.num_bytes, 0
         while offset < size:
             if not (count := os.sendfile(copy.file, self.file, offset, size - offset)):
@@ -180,7 +192,8 @@ class Workspace:
 
     @property
     def kind(self) -> str:
-        """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
+        """Kind of the tree: "overlay" (overlayfs), "copy" (a full copy), or on a disk "reflink" (a copy whose files
+        share blocks with the original ones)."""
         return self.worker.kind
 
     async def run(
@@ -217,7 +230,7 @@ class Workspace:
 
     async def snapshot(self) -> Snapshot:
         """Keep what was changed. Raises `WorkspaceError`."""
-        packed = Snapshot()
+        packed = Snapshot(self._spec.disk)
         await self._own({"do": "pack"}, answer=packed.file)
         return await asyncio.to_thread(packed.copied)
 
@@ -288,10 +301,10 @@ class Workspace:
         """Make a request about the tree itself. Raises `WorkspaceError`."""
         ending = await self._execute(request, content, OWN_S, answer)
         what = f"workspace: {request['do']} {request.get('path', '')}".rstrip()
-        if outcome_of(ending, self._spec.limits).exit_code != 0:
-            raise WorkspaceError(
-                f"{what}: {ending.stderr[-500:].decode(errors='replace').strip() or 'ended by a limit'}"
-            )
+        outcome = outcome_of(ending, self._spec.limits)
+        if outcome.exit_code != 0 or outcome.reason == "disk":
+            said = ending.stderr[-500:].decode(errors="replace").strip()
+            raise WorkspaceError(f"{what}: {said or f'ended by a limit ({outcome.reason})'}")
         if answer < 0 and len(ending.answer) > self._spec.limits.output_bytes:
             raise WorkspaceError(f"{what}: more than {self._spec.limits.output_bytes:,} bytes (Limits.output_bytes)")
         return ending
@@ -354,6 +367,7 @@ class Workspaces:
         self._opened: weakref.WeakSet[OriginalTree] = weakref.WeakSet()
         self._workers: weakref.WeakSet[WorkspaceWorker] = weakref.WeakSet()
         """Fences, the closed ones as long as a thread waits for their end."""
+        self._changes: weakref.WeakSet[DiskChanges] = weakref.WeakSet()
         self._users: Counter[WorkspaceSpec] = Counter()
         self._standby: dict[WorkspaceSpec, asyncio.Task[WorkspaceWorker]] = {}
         self._checked: set[bool] = set()
@@ -372,7 +386,10 @@ class Workspaces:
         machine = self._machine = self._machine or FencePrograms.here()
         with time_limit_paused():
             tree = await self._tree(Path(source), None if machine.setpriv is None else UID)
-        async with await self.opened(WorkspaceSpec.of(tree, machine, options)) as workspace:
+            spec = WorkspaceSpec.of(tree, machine, options)
+            if spec.disk is not None:
+                await asyncio.to_thread(prepare, spec.disk)
+        async with await self.opened(spec) as workspace:
             yield workspace
 
     async def opened(
@@ -400,6 +417,8 @@ class Workspaces:
             await asyncio.wait(self._trees.values(), timeout=CLOSE_S)
         for tree in list(self._opened):
             await asyncio.to_thread(tree.close)
+        for changes in list(self._changes):
+            await asyncio.to_thread(changes.remove)
 
     def release(self, spec: WorkspaceSpec) -> None:
         """Note that a workspace is closed. No fence stands by for forks of the last one."""
@@ -447,7 +466,12 @@ class Workspaces:
     async def _started(self, spec: WorkspaceSpec) -> WorkspaceWorker:
         machine = self._machine
         assert machine is not None
-        worker = await WorkspaceWorker.start(machine, spec.limits, False, spec.view, self.first_kind)
+        view = spec.view
+        if spec.disk is not None:
+            changes = DiskChanges(spec.disk, None if machine.setpriv is None else UID)
+            self._changes.add(changes)
+            view = replace(view, changes=changes)
+        worker = await WorkspaceWorker.start(machine, spec.limits, False, view, self.first_kind)
         self._workers.add(worker)
         try:
             async with self._starting:

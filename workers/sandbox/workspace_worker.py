@@ -37,7 +37,7 @@ class WorkspaceWorker(FenceWorker):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.kind = ""
-        """Kind of the tree: "overlay" (overlayfs, changes in memory) or "copy" (a full copy in memory)."""
+        """Kind of the tree: "overlay" (overlayfs), "copy" (a full copy) or "reflink" (one that shares blocks)."""
         self._is_resting = self._is_used_up = False
         self._num_unread = 0
         """Number of messages that the keeper owes: on requests whose caller was cancelled, too."""
@@ -48,6 +48,12 @@ class WorkspaceWorker(FenceWorker):
         """Take the fence down. A thread waits for its end: the kernel frees the memory of all changes before."""
         if self._cut_off():
             self._removal = self._loop.run_in_executor(None, self.remove)
+
+    def remove(self) -> None:
+        """Do what `FenceWorker` does, and then remove what was changed from its disk."""
+        super().remove()
+        if self.view is not None and self.view.changes is not None:
+            self.view.changes.remove()
 
     async def closed(self) -> None:
         """Close, and wait until the processes are gone and the memory is free; `CLOSE_S` at most, which is logged."""
@@ -74,7 +80,7 @@ class WorkspaceWorker(FenceWorker):
         self, files: ExitStack, request: dict[str, Any], typed: int, wall_s: float | None = None, answer: int = -1
     ) -> Ending:
         """Do what `FenceWorker` does. Raises `InfrastructureError` if the fence is gone, and the tree with it;
-        `WorkspaceError` if an earlier command has used up its memory."""
+        `WorkspaceError` if an earlier command has used up its memory or disk."""
         await self._attend()
         try:
             ending = await super().execute_with(files, request, typed, wall_s, answer)
@@ -83,7 +89,7 @@ class WorkspaceWorker(FenceWorker):
             with suppress(OSError):
                 self.control.send(END)
             raise
-        if not self.is_open and not ending.out_of_memory:
+        if not self.is_open and not ending.out_of_memory and not ending.over_disk:
             self._lost("ended")
         self._is_used_up = not self.is_open
         return ending
@@ -155,7 +161,8 @@ class WorkspaceWorker(FenceWorker):
         if self._is_used_up:
             raise WorkspaceError(
                 f"workspace: a command used up its {self.limits.memory_bytes:,} bytes of memory (Limits.memory_bytes), "
-                "and what was changed in it is lost with it."
+                "or commands far more of its disk than they may (Limits.tmp_bytes, tmp_files), and what was changed in "
+                "it is lost with it."
             )
         raise InfrastructureError(
             f"workspace: its fence {what}, and what was changed in it is lost. Did the machine run out of memory, or "
