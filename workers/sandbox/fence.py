@@ -34,7 +34,6 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from penstock.conf.errors import SandboxUnavailable
@@ -315,24 +314,22 @@ def workspace_words(view: WorkspaceView, etc: Sequence[int]) -> list[str]:
     return words
 
 
-@cache
-def system_tree(machine: FencePrograms) -> tuple[str, ...]:
+def system_tree(machine: FencePrograms) -> list[str]:
     words: list[str] = []
     for path in trees(machine):
         if path.is_symlink():
             words += [*above(path), "--symlink", os.readlink(path), str(path)]
         elif path.exists():
             words += shown(path)
-    return tuple(words)
+    return words
 
 
-@cache
-def trees(machine: FencePrograms) -> tuple[Path, ...]:
+def trees(machine: FencePrograms) -> list[Path]:
     """Paths of this machine that are shown, the interpreter in any case."""
     found = [*map(Path, SYSTEM), *(machine.prefix / part for part in PARTS)]
     if not any(machine.python.is_relative_to(path) for path in found):
         found.append(machine.python)
-    return tuple(dict.fromkeys(found))
+    return list(dict.fromkeys(found))
 
 
 def shown(path: Path) -> Iterator[str]:
@@ -352,7 +349,6 @@ def above(path: Path) -> Iterator[str]:
         yield from ("--perms", "0755", "--dir", str(parent))
 
 
-@cache
 def seccomp_program(machine: str, *, keeper: bool, is_counted: bool = True, workspace: bool = False) -> bytes:
     """The filter for code of a model, or for the `keeper` of its fence, which may also make and leave namespaces.
     `is_counted`: a cgroup counts the memory of all, shared memory without a file too. `workspace`: that of workspaces,
