@@ -313,8 +313,8 @@ class Trainer(Protocol):
         """Run one policy update over the union of all ranks' rows. `recorder`: notes each token
         (`trainer/token_recorder.py`). `version`: of the weights before the update, if known."""
 
-    def using(self, policy: str) -> AbstractContextManager[None]:
-        """Have updates in the block be of this one of several policies."""
+    def using(self, policy: str) -> AbstractContextManager["Trainer"]:
+        """The trainer whose updates in the block are of this one of several policies."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""
