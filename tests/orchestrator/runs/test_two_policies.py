@@ -163,7 +163,8 @@ def test_engines_and_ranks_that_take_turns_change_no_bit(tmp_path: Path, cluster
 
 
 def test_an_asynchronous_run_keeps_the_bound(tmp_path: Path, cluster: str, game: Game) -> None:
-    config = game.settings(tmp_path, "name=ahead", "max_staleness=2", "trainer.max_steps=8")
+    more = ["rollout.num_workers=3", "trainer.num_ranks=2"]
+    config = game.settings(tmp_path, "name=ahead", "max_staleness=2", "trainer.max_steps=8", *more)
     lines = metrics_of(run(config, both(SIZE), quiet=True).directory)
     assert len(lines) == 8
     assert max(line["staleness/max"] for line in lines) in (1.0, 2.0)
