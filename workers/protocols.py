@@ -234,9 +234,14 @@ class EngineSpec:
     """True if it scores a sequence now and then beside as many samples as it decodes (`trainer/probe.py`)."""
 
     @property
+    def first_policy(self) -> str:
+        """A policy that the engine has; empty: there is one alone."""
+        return next(iter(self.policies), "")
+
+    @property
     def prefix(self) -> str:
         """Beginning of the names of the engine's tensors in a publication of several models."""
-        return f"{self.policies[0]}/" if self.policies and self.adapter is None else ""
+        return f"{self.first_policy}/" if self.policies and self.adapter is None else ""
 
     def check_policy(self, policy: str) -> None:
         """Raise `DataError` for a policy that the engine does not have (`Sampling.policy`)."""

@@ -247,7 +247,11 @@ class PlacementView:
         for actor in self.plan:
             node = [names[self.assignment.node_of[actor.name].id]] if self.assignment else []
             table.add_row(
-                actor.name, actor.policy or actor.stage or "", f"{actor.num_cpus:g}", f"{actor.num_gpus:g}", *node
+                actor.name,
+                ", ".join(filter(None, (actor.stage, actor.policy))),
+                f"{actor.num_cpus:g}",
+                f"{actor.num_gpus:g}",
+                *node,
             )
         cpus, gpus = needed(self.plan)
         table.add_row("in all", "", f"{cpus:g}", f"{gpus:g}", style="bold")

@@ -352,8 +352,8 @@ class VllmEngine:
         seconds."""
         room = self._config.max_model_len - 1
         for seed in (None, 0):
-            policy = next(iter(self._spec.policies), "")
-            sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed, policy=policy)
+            num_tokens, policy = min(WARMUP_TOKENS, room), self._spec.first_policy
+            sampling = Sampling(max_tokens=num_tokens, ignore_eos=True, seed=seed, policy=policy)
             await self.generate([0], WARMUP_SAMPLES, sampling)
 
     # Generation
