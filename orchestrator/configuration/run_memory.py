@@ -126,7 +126,8 @@ class RunMemory:
 
     @property
     def policies(self) -> dict[str, ModelShape]:
-        """Sizes of the models that are trained, without a critic: `policy`, or several by their names."""
+        """Sizes of the models that are trained, without a critic: `policy`, or several by their names, of which one
+        whose size is not known is as large as `policy`."""
         return {
             name: self.shapes.get(name, self.shapes["policy"]) for name in self.config.trainer.own_models or (POLICY,)
         }

@@ -107,9 +107,8 @@ class ActorMaker:
         if actor.role == "rollout":
             yield self._sampled_by(actor), FileSet.of_model
         if actor.role in ("trainer", "environment"):
-            yield self._model_path, FileSet.of_model
-        if actor.role == "trainer":
-            yield from ((path, FileSet.of_model) for path in self._own_models.values())
+            others = self._own_models.values() if actor.role == "trainer" else ()
+            yield from ((path, FileSet.of_model) for path in dict.fromkeys([self._model_path, *others]))
         if actor.role == "scorer":
             yield self._scored_by(self._flow.stage(str(actor.stage))), FileSet.of_model
         if actor.role == "trainer" and self._resumed is not None:
