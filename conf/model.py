@@ -74,7 +74,8 @@ class ModelConfig:
     reference_path: str | None = None
     """Model of the `reference` stage. `null`: the policy as it was at the start of the run."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Further models that the dataflow names, by name: {teacher: DIRECTORY}."""
+    """Further models that the dataflow names, by name: {teacher: DIRECTORY}. Also where one of several policies starts
+    from, if they are whole models (trainer.policies)."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the policy's chat template besides messages and tools, for prompts and in environments:
     {enable_thinking: false} has Qwen3 answer at once, {date_string: 26 Jul 2024} has Llama 3 write the same prompt

@@ -216,7 +216,13 @@ class RunConfig:
         """True if training goes on while a version is evaluated: engines keep it that are not needed for the next, and
         a checkpoint does where the run may end with it."""
         can_end = self.evaluation.stop_at_accuracy is None or self.checkpoint.every_steps > 0
-        return (self.max_staleness > 0 or self.evaluation.num_workers > 0) and takes_newcomers(self) and can_end
+        may_lend = takes_newcomers(self) and not self.trainer.own_models  # of which each would have to lend one
+        return (self.max_staleness > 0 or self.evaluation.num_workers > 0) and may_lend and can_end
+
+    def own_models(self, model_path: str) -> dict[str, str]:
+        """Path of the model that each policy starts from, of several that are whole models; empty for all others.
+        `model_path`: of those that `model.paths` does not name."""
+        return {name: self.model.paths.get(name, model_path) for name in self.trainer.own_models}
 
     @property
     def num_publications(self) -> int:

@@ -242,8 +242,9 @@ class TrainerConfig:
     """LoRA of everything that is trained, the critic included. Engine fsdp only."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     policies: dict[str, PolicyConfig] = field(default_factory=dict)
-    """What the policies of a dataflow that trains several have of their own, by their names in flow.train. Each is an
-    adapter (trainer.lora) of one model."""
+    """What the policies of a dataflow that trains several have of their own, by their names in flow.train. With
+    trainer.lora.rank each is an adapter of one model; with rank 0 each is a whole model, which starts from
+    model.paths.NAME, or from model.path, and engines are dealt to them in turn."""
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Optimizer of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the
     policy."""
@@ -359,6 +360,15 @@ class TrainerConfig:
     def num_policies(self) -> int:
         """Number of policies that are trained."""
         return max(1, len(self.policies))
+
+    @property
+    def own_models(self) -> tuple[str, ...]:
+        """Names of the policies that are whole models, of several; empty where they are adapters of one."""
+        return tuple(self.policies) if len(self.policies) > 1 and not self.lora.rank else ()
+
+    def of_policy(self, policy: str) -> "TrainerConfig":
+        """Settings of the trainer of one of `own_models` alone."""
+        return replace(self, policies={policy: self.policies[policy]})
 
     def every(self, policy: str) -> int:
         """See `PolicyConfig.every`; 1 for the only policy."""

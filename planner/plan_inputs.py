@@ -130,6 +130,11 @@ def search_of(
     """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
     `MEAN:SIGMA` tokens of a response. `flow`: a dataflow of the user's own. Raises `ConfigError`, `ResourceError`."""
     flow = flow or resolve(config).flow
+    if len(flow.policies) > 1 and not config.trainer.lora.rank:
+        raise ConfigError(
+            f"trainer.lora.rank=0: {' and '.join(flow.policies)} are whole models, which no plan counts. Choose "
+            "placement and numbers of engines and ranks yourself (plan=never)."
+        )
     if config.evaluation.num_workers:
         raise ConfigError(
             f"evaluation.num_workers={config.evaluation.num_workers}: a plan has no engines of evaluations' own. Leave "

@@ -218,7 +218,8 @@ class EngineSpec:
     """Kind of the adapters that are published, to be served on top of the weights in `model_path`; None: whole models
     are."""
     policies: tuple[str, ...] = ()
-    """Names of the policies of several, each of which has an adapter in a publication; empty: there is one."""
+    """Names of the policies of several, each of which has an adapter in a publication; without adapters the one whose
+    model the engine has; empty: there is one."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Seconds that each phase of a weight sync may take."""
     picture_digest: str | None = None
@@ -231,6 +232,16 @@ class EngineSpec:
     """Room for adapters that come by name, on top of the weights that are published; None: there are none."""
     is_probed: bool = False
     """True if it scores a sequence now and then beside as many samples as it decodes (`trainer/probe.py`)."""
+
+    @property
+    def first_policy(self) -> str:
+        """A policy that the engine has; empty: there is one alone."""
+        return next(iter(self.policies), "")
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the names of the engine's tensors in a publication of several models."""
+        return f"{self.first_policy}/" if self.policies and self.adapter is None else ""
 
     def check_policy(self, policy: str) -> None:
         """Raise `DataError` for a policy that the engine does not have (`Sampling.policy`)."""
@@ -307,8 +318,8 @@ class Trainer(Protocol):
         """Run one policy update over the union of all ranks' rows. `recorder`: notes each token
         (`trainer/token_recorder.py`). `version`: of the weights before the update, if known."""
 
-    def using(self, policy: str) -> AbstractContextManager[None]:
-        """Have updates in the block be of this one of several policies."""
+    def using(self, policy: str) -> AbstractContextManager["Trainer"]:
+        """The trainer whose updates in the block are of this one of several policies."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -91,32 +91,42 @@ def publish_checkpoint(place: str, root: str, version: int) -> Publication:
 @contextlib.contextmanager
 def _trainer_of(place: str, dtype: str = "") -> "Iterator[PolicyTrainer]":
     """A trainer of a single rank in the state of a checkpoint."""
+    from penstock.workers.trainer.own_models import trainers_of
     from penstock.workers.trainer.training_state import TrainingState
 
     checkpoint = open_checkpoint(absolute(place))
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
-        if is_url(checkpoint.model_path):
-            bring_model(checkpoint.model_path, Path(folder, "base"))
-            checkpoint = replace(checkpoint, model_path=f"{folder}/base")
-        trainer = open_trainer(checkpoint, dtype)
+        trainer = open_trainer(checkpoint, dtype, partial(_brought, folder))
         try:
-            TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)
+            TrainingState(trainers_of(trainer)).load(checkpoint.trainer, checkpoint.files)
             yield trainer
         finally:
             trainer.close()
 
 
-def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> "PolicyTrainer":
-    """A trainer of a single rank, made as the run's ranks were."""
+def _brought(folder: str, model: str) -> str:
+    """The path of a model, which comes to a folder where it is a URL."""
+    if not is_url(model):
+        return model
+    bring_model(model, place := Path(folder, model.replace("/", "-")))
+    return str(place)
+
+
+def open_trainer(checkpoint: Checkpoint, dtype: str = "", local: Callable[[str], str] = str) -> "PolicyTrainer":
+    """A trainer of a single rank, made as the run's ranks were. `local`: returns the local path of a model."""
+    from penstock.workers.trainer.own_models import open_leader
     from penstock.workers.trainer.policy_trainer import PolicyTrainer
+    from penstock.workers.trainer.ranks import Ranks
     from penstock.workers.trainer.scalar import ScalarTrainer
 
-    sections = checkpoint.config
+    sections, path = checkpoint.config, checkpoint.model_path
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), sections["trainer"]))
     assert isinstance(config, TrainerConfig)
-    return (ScalarTrainer if checkpoint.head == "scores" else PolicyTrainer)(
-        config.alone(),
-        checkpoint.model_path,
-        attention=str(sections["model"]["attention"]),
-        engine_dtype=dtype or str(sections["rollout"]["dtype"]),
-    )
+    alone = config.alone()
+    options: dict[str, Any] = {
+        "attention": str(sections["model"]["attention"]),
+        "engine_dtype": dtype or str(sections["rollout"]["dtype"]),
+    }
+    if own := {name: local(checkpoint.model_paths.get(name, path)) for name in config.own_models}:
+        return open_leader(alone, own, lambda: Ranks.join(alone), **options)
+    return (ScalarTrainer if checkpoint.head == "scores" else PolicyTrainer)(alone, local(path), **options)

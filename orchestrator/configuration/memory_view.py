@@ -58,7 +58,7 @@ def shapes_of(config: RunConfig, flow: Dataflow, *, may_fetch: bool = False) -> 
     found = {"policy": fresh_shape(model.fresh) if model.path is None else _read(model.path, may_fetch)}
     if model.reference_path is not None:
         found["reference"] = _read(model.reference_path, may_fetch)
-    names = {str(stage.model) for stage in flow.stages if stage.model is not None}
+    names = {str(stage.model) for stage in flow.stages if stage.model is not None} | {*config.trainer.own_models}
     found |= {name: _read(path, may_fetch) for name, path in model.paths.items() if name in names}
     return {name: shape for name, shape in found.items() if shape is not None}
 
@@ -206,7 +206,7 @@ class MemoryView:
         if engine:
             columns["engine"] = {"weights": engine.weights, "activations": engine.step, CACHED: max(0.0, engine.cache)}
         table = _table(f"GiB of {what}", *columns)
-        is_copied = ranks["policy"].parts["publication"] > 0
+        is_copied = self.memory.trained[0].parts["publication"] > 0
         for part in PARTS if is_copied else PARTS[:-1]:
             table.add_row(part, *(_gib(parts.get(part, 0.0)) for parts in columns.values()))
         if engine:

@@ -71,6 +71,26 @@ def check_model(config: RunConfig, *, samples: bool = True) -> str:
     return told
 
 
+def check_own_models(config: RunConfig) -> str:
+    """Describe the models of policies that are whole models. Raises as `check_model` does, and `ConfigError` for one
+    with another tokenizer: all read the same conversations."""
+    told, first = {}, tokenizer_of(config)
+    for name in config.trainer.own_models:
+        path, key = config.model.paths.get(name), f"model.paths.{name}"
+        told[name] = path or "model.path"
+        if path is None:
+            continue
+        _, lm = _describe(path, key, config.rollout.max_model_len)
+        _check_heads(config.rollout, lm, "rollout.engine")
+        own = load_tokenizer(path)
+        if (own.get_vocab(), own.chat_template) != (first.get_vocab(), first.chat_template):
+            raise ConfigError(
+                f"{key}={path}: its tokenizer or chat template is not that of model.path, and all policies read the "
+                "same conversations. Choose models of one family."
+            )
+    return ", ".join(f"{name} from {path}" for name, path in told.items())
+
+
 def check_other_model(path: str, key: str, *, scores: bool = False, judge: RolloutConfig | None = None) -> str:
     """Describe a model that is not trained in a few words. `scores`: it has a scalar head. `judge`: the settings of the
     engine that has it. Raises `ModelError` for one that is nowhere, and for weights that are not the model's,
@@ -183,7 +203,7 @@ def _describe(path: str, key: str, max_model_len: int) -> tuple[str, Any]:
             f"{key}={path}: has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             f"Save it there: tokenizer.save_pretrained({path!r})."
         )
-    if key == "model.path" and model.get("quantization_config"):
+    if key != "model.reference_path" and model.get("quantization_config"):
         method = model["quantization_config"].get("quant_method", "a method without a name")
         raise ConfigError(
             f"{key}={path}: its weights are quantized ({method}), so they cannot be trained, and its engines cannot "

@@ -20,6 +20,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.conf.trainer import PolicyConfig
+from penstock.conf.weights import choose_transport
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.configuration.compose import load_config, make_paths_absolute
 from penstock.orchestrator.configuration.recipes import load_file
@@ -80,18 +81,58 @@ def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
     for name in names:
         trainer.optimizer_of(name)
     single = {
-        "trainer.lora.rank=0": trainer.lora.rank == 0,
-        "trainer.lora.publish=merged": not trainer.lora.publishes_adapter,
-        f"rollout.engine={config.rollout.engine}": not config.rollout.capabilities.serves_adapters,
         "trainer.replay.share above 0": trainer.replay.share > 0,
         f"data.curriculum.by={config.data.curriculum.by}": config.data.curriculum.by is not None,
         "trainer.compile=true": trainer.compile,
     }
+    if trainer.own_models:
+        _check_own_models(config, flow)
+        what = "whole models (trainer.lora.rank=0)"
+    else:
+        single = {
+            "trainer.lora.publish=merged": not trainer.lora.publishes_adapter,
+            f"rollout.engine={config.rollout.engine}": not config.rollout.capabilities.serves_adapters,
+            **{f"model.paths.{name}": name in config.model.paths for name in names},
+            **single,
+        }
+        what = "adapters of one model (trainer.lora.rank above 0, trainer.lora.publish=adapter)"
     if reason := next((key for key, applies in single.items() if applies), None):
         raise ConfigError(
-            f"{reason}: the dataflow trains {' and '.join(names)}, which are adapters of one model (trainer.lora.rank "
-            "above 0, trainer.lora.publish=adapter), without replay, curriculum and trainer.compile."
+            f"{reason}: the dataflow trains {' and '.join(names)}, which are {what}, without replay, curriculum and "
+            "trainer.compile."
         )
+
+
+def _check_own_models(config: RunConfig, flow: Dataflow) -> None:
+    """Refuse what policies that are whole models cannot have. Raises `ConfigError`."""
+    rollout, names = config.rollout, config.trainer.own_models
+    starts = [name for name in names if name in config.model.paths]
+    has_reference = any(stage.model == "reference" for stage in flow.of_kind("logprobs"))
+    refused = {
+        f"rollout.num_workers={rollout.num_workers}": (
+            rollout.follows_cluster or rollout.least_workers < len(names),
+            f"each has engines of its own. Set it to a number, {len(names)} at least",
+        ),
+        f"evaluation.num_workers={config.evaluation.num_workers}": (
+            config.evaluation.num_workers > 0, "all engines evaluate. Set it to 0",
+        ),
+        f"trainer.engine={config.trainer.engine}": (config.trainer.engine != "fsdp", "set trainer.engine=fsdp"),
+        f"weights.transport={config.weights.transport}": (
+            choose_transport(config) != "shm", "one publication has all. Set weights.transport=shm",
+        ),
+        f"rollout.max_pictures={rollout.max_pictures}": (rollout.max_pictures > 0, "they read text. Set it to 0"),
+        "rollout.router_replay=true": (rollout.router_replay, "set it to false"),
+        "model.reference_path=null": (
+            has_reference and config.model.reference_path is None and bool(starts),
+            f"{' and '.join(starts)} of model.paths, so that none is the start of all. Set it to a model's directory",
+        ),
+    }  # fmt: skip
+    for key, (applies, advice) in refused.items():
+        if applies:
+            raise ConfigError(
+                f"{key}: the dataflow trains {' and '.join(names)}, which are whole models (trainer.lora.rank=0): "
+                f"{advice}, or make them adapters of one (trainer.lora.rank=16, trainer.lora.publish=adapter)."
+            )
 
 
 planners: list[Callable[[ResolvedRun, Callable[[str], None]], ResolvedRun]] = []

@@ -47,6 +47,8 @@ from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.rank_memory import RankMemory, RankSetting, rank_memory
 from penstock.workers.weights.publication.costs import COPIES, STATE_BYTES
 
+POLICY = "policy"
+"""Name of the policy's model, among those of a run."""
 STEP_TOKENS = 8192
 """Most tokens of one step, unless rollout.engine_options.max_num_batched_tokens says it: vLLM's default on an H100."""
 GRAPHS_BYTES = 2**30
@@ -122,18 +124,29 @@ class RunMemory:
     gpu_bytes: float | None = None
     """Memory of a GPU; None: not known, or there are none."""
 
+    @property
+    def policies(self) -> dict[str, ModelShape]:
+        """Sizes of the models that are trained, without a critic: `policy`, or several by their names, of which one
+        whose size is not known is as large as `policy`."""
+        return {
+            name: self.shapes.get(name, self.shapes["policy"]) for name in self.config.trainer.own_models or (POLICY,)
+        }
+
     @cached_property
     def ranks(self) -> dict[str, RankMemory]:
-        """Peak of one rank of each model: policy, critic, and scorers by their actors' titles."""
+        """Peak of one rank of each model: policy or policies, critic, and scorers by their actors' titles."""
         setting = policy_setting(self.config, self.shapes["policy"])
-        ranks = {"policy": rank_memory(replace(setting, copied_bytes=self._copied_bytes))}
+        ranks: dict[str, RankMemory] = {}
+        for name, shape in self.policies.items():
+            copied_bytes = 0.0 if ranks else self._copied_bytes  # of all policies
+            ranks[name] = rank_memory(replace(policy_setting(self.config, shape), copied_bytes=copied_bytes))
         if any(stage.kind in ("values", "critic") for stage in self.flow.stages):
             ranks["critic"] = rank_memory(replace(setting, is_scalar=True))
         for stage in (*self.flow.of_kind("logprobs"), *self.flow.of_kind("scores")):
             same = self.shapes["policy"] if stage.model == "reference" else None
-            shape = self.shapes.get(str(stage.model), same)
-            if shape is not None:
-                own = policy_setting(replace(self.config, trainer=self.config.trainer.of_scorer()), shape)
+            scored_by = self.shapes.get(str(stage.model), same)
+            if scored_by is not None:
+                own = policy_setting(replace(self.config, trainer=self.config.trainer.of_scorer()), scored_by)
                 scorer = replace(own, is_trained=False, is_scalar=stage.kind == "scores")
                 ranks[f"Scorer-{stage.name}"] = rank_memory(scorer)
         return ranks
@@ -141,7 +154,7 @@ class RunMemory:
     @property
     def trained(self) -> list[RankMemory]:
         """The models that one rank trains together."""
-        return [self.ranks[name] for name in ("policy", "critic") if name in self.ranks]
+        return [self.ranks[name] for name in (*self.policies, "critic") if name in self.ranks]
 
     @cached_property
     def engine(self) -> EngineMemory | None:
@@ -150,13 +163,14 @@ class RunMemory:
         if not samples or not self.config.rollout.capabilities.is_estimated:
             return None
         gpu_bytes = (self.gpu_bytes or 0.0) if self.config.rollout.num_gpus_per_worker else 0.0
-        return engine_memory(self.shapes["policy"], self.config.rollout, gpu_bytes, self.config.rollout.gpu_share)
+        largest = max(self.policies.values(), key=lambda shape: shape.num_parameters)
+        return engine_memory(largest, self.config.rollout, gpu_bytes, self.config.rollout.gpu_share)
 
     @property
     def rank_bytes(self) -> float:
         """Peak of a trainer's rank: one of its models is trained, and the others keep what is theirs, the policy's copy
         among it."""
-        copy = self.ranks["policy"].parts["publication"]
+        copy = self.trained[0].parts["publication"]
         return max(
             one.total - one.parts["publication"] + copy + self.resident_bytes - one.resident for one in self.trained
         )
@@ -254,7 +268,7 @@ class RunMemory:
     def _advice(self, what: str) -> str:
         """The keys that make it less, those that cost least first."""
         trainer, longest = self.config.trainer, self.config.rollout.max_model_len
-        rank = self.ranks[what if what in self.ranks else "policy"]
+        rank = self.ranks.get(what, self.trained[0])
         by_tokens = rank.parts["activations"] > rank.total / 2
         is_scorer = what in self.ranks
         keys = {
@@ -286,13 +300,13 @@ class RunMemory:
 
     @property
     def publication_bytes(self) -> float:
-        """Bytes of one version of the weights, in the engines' dtype."""
+        """Bytes of one version of the weights, of all policies, in the engines' dtype."""
         config, shape = self.config, self.shapes["policy"]
         b = 2 if config.rollout.dtype == "bfloat16" else 4
         if config.trainer.lora.publishes_adapter:
             own = shape.adapter_parameters(config.trainer.lora.rank, config.trainer.lora.target_modules)
             return b * own * config.trainer.num_policies
-        return b * shape.num_parameters
+        return float(b * sum(one.num_parameters for one in self.policies.values()))
 
     @property
     def _copied_bytes(self) -> float:
@@ -388,7 +402,8 @@ def host_parts(
                  "cluster.object_store_mib"),
         HostPart("processes of ranks and engines", MEMORY, PROCESS * sum(counts[role] for role in WITH_TORCH),
                  is_optional=True),
-        HostPart("the model's files, while they are read", CACHE, 2 * memory.shapes["policy"].num_parameters),
+        HostPart("the model's files, while they are read", CACHE,
+                 2 * sum(shape.num_parameters for shape in memory.policies.values())),
     ]  # fmt: skip
     return sorted((part for part in parts if part.num_bytes), key=lambda part: -part.num_bytes)
 
@@ -445,10 +460,15 @@ def keeps_weights_asleep(config: RunConfig) -> bool:
 
 def _trained(memory: RunMemory) -> list[float]:
     """Trained parameters of each model of a trainer, over all ranks."""
-    shape, lora = memory.shapes["policy"], memory.config.trainer.lora
-    frozen = shape.tower_parameters if memory.config.trainer.freezes_tower else 0
-    whole = shape.adapter_parameters(lora.rank, lora.target_modules) if lora.rank else shape.num_parameters - frozen
-    return [float(whole * memory.config.trainer.num_policies), float(whole)][: len(memory.trained)]
+    trainer, lora = memory.config.trainer, memory.config.trainer.lora
+
+    def trained(shape: ModelShape) -> float:
+        frozen = shape.tower_parameters if trainer.freezes_tower else 0
+        return shape.adapter_parameters(lora.rank, lora.target_modules) if lora.rank else shape.num_parameters - frozen
+
+    adapters = trainer.num_policies if lora.rank else 1
+    policies = [adapters * trained(shape) for shape in memory.policies.values()]
+    return [*policies, trained(memory.shapes[POLICY])][: len(memory.trained)]
 
 
 AUTO_KEYS = (
@@ -524,7 +544,8 @@ def _engine_share(memory: RunMemory) -> float:
         free -= SPARE * memory.gpu_bytes + PROCESS_BYTES
         scoring, processes = memory.scorers_beside
         if config.placement == "colocated":  # the rank's weights are there when the engine starts and when it loads
-            free -= max(memory.ranks["policy"].parts["weights"], memory.staying_bytes + scoring) + processes
+            weights = sum(memory.ranks[name].parts["weights"] for name in memory.policies)
+            free -= max(weights, memory.staying_bytes + scoring) + processes
         else:
             free *= config.rollout.num_gpus_per_worker
     gpus = 1.0 if shares_gpus(config) else min(1.0, config.rollout.num_gpus_per_worker)

@@ -39,6 +39,7 @@ from penstock.orchestrator.configuration.prerequisites import (
     CHECKS,
     check_model,
     check_other_model,
+    check_own_models,
     check_packages,
     check_sandbox,
     check_trackers,
@@ -107,6 +108,8 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
         most = config.max_engines
         yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
     yield Check("model", lambda: check_model(config, samples=any(actor.role == "rollout" for actor in plan)))
+    if config.trainer.own_models:
+        yield Check("policies", lambda: check_own_models(config))
     scores_held_out = config.evaluation.every_steps and not flow.has_environment
     if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
         yield Check("reward", lambda: _check_rewards(config))
@@ -243,7 +246,13 @@ class PlacementView:
         names = titles(self.nodes)
         for actor in self.plan:
             node = [names[self.assignment.node_of[actor.name].id]] if self.assignment else []
-            table.add_row(actor.name, actor.stage or "", f"{actor.num_cpus:g}", f"{actor.num_gpus:g}", *node)
+            table.add_row(
+                actor.name,
+                ", ".join(filter(None, (actor.stage, actor.policy))),
+                f"{actor.num_cpus:g}",
+                f"{actor.num_gpus:g}",
+                *node,
+            )
         cpus, gpus = needed(self.plan)
         table.add_row("in all", "", f"{cpus:g}", f"{gpus:g}", style="bold")
         return table
@@ -520,9 +529,12 @@ def check_shared_memory(config: RunConfig, num_elements: int, memory: SharedMemo
 
 
 def elements_of(config: RunConfig) -> int | None:
-    """Number of elements of the policy's tensors; None for a model that is not here."""
+    """Number of elements of the policy's tensors, or all policies'; None for a model that is not here."""
     model = starting_model_config(config)
-    return fresh_shape(model.fresh).num_parameters if model.path is None else stored_elements(model.path)
+    first = fresh_shape(model.fresh).num_parameters if model.path is None else stored_elements(model.path)
+    paths = [model.paths.get(name) for name in config.trainer.own_models] or [None]
+    counts = [first if path is None else stored_elements(path) for path in paths]
+    return None if None in counts else sum(filter(None, counts))
 
 
 def _size(num_bytes: int) -> str:

@@ -79,6 +79,8 @@ class EnvironmentSpec:
     """Names of the policies that are trained."""
     speaker: str = ""
     """Policy that answers where a request names none; empty: there is one."""
+    policy_of: Mapping[str, str] = field(default_factory=dict)
+    """Policy whose model each engine has, by the engine's name; empty: each has all."""
 
 
 class Environments(ServingActor):
@@ -88,7 +90,8 @@ class Environments(ServingActor):
         super().__init__(spec.name)
         self._spec = spec
         self._counts: Counter[str] = Counter()
-        self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
+        self._make_pool = partial(EnginePool, ask, spec.rollout.generate_timeout_s, policies=spec.policy_of)
+        self._pool = self._make_pool()
         self._has_list = False
         """True once the controller has named the run's engines, also where there was none."""
         admission = AdmissionControl(spec.config.max_attempts, spec.num_peers, follows=True)
@@ -230,7 +233,7 @@ class Environments(ServingActor):
             await self._use(engines)
             return None
         assert self._make_sampler is not None
-        pool = EnginePool(ask, self._spec.rollout.generate_timeout_s)
+        pool = self._make_pool()
         pool.update(engines)
         return partial(self._make_sampler, pool=pool)
 

@@ -643,12 +643,12 @@ class HfEngine:
     def _open_checked(self, publication: Publication) -> MappedWeights:
         """Open the publication, with its checksums verified and tensors compared to the model's. Raises
         `WeightError`."""
-        mapped = MappedWeights(publication)
+        mapped = MappedWeights(publication, self._spec.prefix)
         mapped.verify_once()
         state = self._replaceable_tensors()
         missing: list[str] = []
         if self._adapter is None:
-            shapes = {name: place.shape for name, place in mapped.manifest.layout.by_name.items()}
+            shapes = {name: place.shape for name, place in mapped.places.items()}
             tied = self._tied()
             missing = sorted(name for name in state if name not in shapes and name not in tied)
         else:

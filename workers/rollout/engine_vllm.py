@@ -352,8 +352,8 @@ class VllmEngine:
         seconds."""
         room = self._config.max_model_len - 1
         for seed in (None, 0):
-            policy = next(iter(self._spec.policies), "")
-            sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed, policy=policy)
+            num_tokens, policy = min(WARMUP_TOKENS, room), self._spec.first_policy
+            sampling = Sampling(max_tokens=num_tokens, ignore_eos=True, seed=seed, policy=policy)
             await self.generate([0], WARMUP_SAMPLES, sampling)
 
     # Generation
@@ -463,7 +463,7 @@ class VllmEngine:
     async def _open(self, publication: Publication) -> MappedWeights:
         """Do all that can be done before the engine pauses: map the file here and in the engine's processes, verify
         it, or wait until another engine of the node has."""
-        info = {"directory": publication.directory, "version": publication.version}
+        info = {"directory": publication.directory, "version": publication.version, "prefix": self._spec.prefix}
         mapped = await self._phase(publication, "open", asyncio.to_thread(MappedWeights, publication))
         await self._phase(publication, "prepare", self._announce(info))
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify_once))
@@ -507,7 +507,8 @@ class VllmEngine:
         well."""
         if isinstance(delivery, Publication):
             assert mapped is not None
-            info = {"directory": delivery.directory, "version": delivery.version, "verified_inode": mapped.inode}
+            info = {"directory": delivery.directory, "version": delivery.version, "prefix": self._spec.prefix}
+            info["verified_inode"] = mapped.inode
             await self._load_part(delivery, info)
             yield
         else:

@@ -257,8 +257,8 @@ class Rollout(ServingActor):
 
     async def try_threads(self, counts: Sequence[int], num_groups: int) -> dict[int, float]:
         """Measure seconds per token for each number of threads, with so many groups decoded together."""
-        seed = 0 if self._spec.engine.config.sampling.seeded else None
-        return await seconds_per_token(self._engine, counts, num_groups, self._spec.group_size, seed)
+        seed, policy = 0 if self._spec.engine.config.sampling.seeded else None, self._spec.engine.first_policy
+        return await seconds_per_token(self._engine, counts, num_groups, self._spec.group_size, seed, policy)
 
     async def use_threads(self, num_threads: int) -> None:
         """Compute with this number of threads from now on."""

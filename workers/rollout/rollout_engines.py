@@ -112,12 +112,12 @@ class ThreadedEngine(Protocol):
 
 
 async def seconds_per_token(
-    engine: ThreadedEngine, counts: Sequence[int], num_groups: int, group_size: int, seed: int | None
+    engine: ThreadedEngine, counts: Sequence[int], num_groups: int, group_size: int, seed: int | None, policy: str = ""
 ) -> dict[int, float]:
     """Seconds per token for each number of threads, with so many groups decoded together. `seed`: None for unseeded
-    samples."""
+    samples. `policy`: one that the engine has."""
     num_groups = max(1, min(num_groups, MOST_SAMPLES // group_size))
-    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed)
+    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed, policy=policy)
     found = {}
     for count in counts:
         await engine.use_threads(count)

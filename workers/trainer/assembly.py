@@ -28,6 +28,7 @@ from penstock.workers.runtime.serving import Phases
 from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.models.vision import PictureCache, vision_tower
+from penstock.workers.trainer.own_models import open_leader, trainers_of
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.preparation import Preparation, Replay
 from penstock.workers.trainer.rank_spec import RankSpec, ScorerSpec, TrainerSpec
@@ -56,7 +57,7 @@ class TrainerParts:
 
     trainer: PolicyTrainer
     state: TrainingState
-    """The state of the trainer and of its critic, if it has one."""
+    """The state of the trainer, or of those of several policies, and of its critic, if it has one."""
     memory_checkpoint: MemoryCheckpoint | None
     """The copy of the state in the node's memory after each update; None where that is off."""
     worker: TrainerWorker
@@ -127,19 +128,7 @@ def assemble_trainer(
     """Assemble a rank that trains. `address`: where the ranks meet (host:port on rank 0's node); one rank alone needs
     none. `phases`, `meters`: where it notes what it does, and how much. Collective. Raises `ModelError`,
     `ConfigError`."""
-    has_slot = spec.slot_rank is not None
-    config = with_slot(spec.config, spec.slot_rank) if spec.slot_rank is not None else spec.config
-    kind = SlotTrainer if has_slot else _trainer_class(spec, DatumTrainer)
-    trainer = kind(config, spec.model_path, _ranks(spec, address), **_options(spec))
-    try:
-        if ROUTED_EXPERTS in spec.columns:
-            trainer.replay_experts()
-        _attach_vision(trainer, spec)
-        trainer.check_scores()
-        trainer.try_export()
-    except BaseException:
-        trainer.close()
-        raise
+    trainer = _policy_trainer(spec, address)
     critic = _critic(spec, address)
     ranks = trainer.ranks
     replay = None
@@ -147,16 +136,19 @@ def assemble_trainer(
         place = ranks.data_rank, ranks.num_data_ranks
         replay = Replay(spec.config.replay, spec.max_staleness, ranks.gather, *place)
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, replay, is_saved=spec.is_saved)
-    trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
+    policies = trainers_of(trainer)
+    trainers = policies | ({"critic": critic} if critic is not None else {})
     for one in trainers.values():
         one.num_epochs = spec.epochs_per_batch
-    trainer.keeps_caches = spec.keeps_caches
+    for one in policies.values():
+        one.keeps_caches = spec.keeps_caches
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
     memory_checkpoint = None
     if spec.memory_checkpoint_root is not None:
         memory_checkpoint = MemoryCheckpoint(state, trainer, spec.memory_checkpoint_root, is_saved=spec.is_saved)
     within = memory_checkpoint if not spec.keeps_beside else None
-    meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device, spec.epochs_per_batch)
+    size = trainer.size if len({one.size for one in policies.values()}) == 1 else None
+    meter = StepMeter(meters or Meters(), size, ranks.num_peers, ranks.device, spec.epochs_per_batch)
     meter.begin()
     worker = TrainerWorker(
         trainer,
@@ -170,7 +162,7 @@ def assemble_trainer(
     )
     worker.probe_temperature = spec.temperature if spec.probes and ranks.rank == 0 else None
     worker.hash_of_weights = None if spec.publishes else trainer.hash_of_weights
-    worker.every = {policy.name: config.every(policy.name) for policy in spec.policies}
+    worker.every = {policy.name: spec.config.every(policy.name) for policy in spec.policies}
     worker.after_step = spec.after_step
     return TrainerParts(trainer, state, memory_checkpoint, worker)
 
@@ -237,6 +229,25 @@ def _without_old(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
         return None
     tokens = frozenset({PLACES, *(name for name, column in spec.columns.items() if column.shape == "token")})
     return lambda rows, version: without_old_turns(rows, version - spec.max_staleness, tokens)
+
+
+def _policy_trainer(spec: TrainerSpec, address: str | None) -> PolicyTrainer:
+    """The trainer of the policy, or of several."""
+    if spec.own_models:
+        return open_leader(spec.config, spec.own_models, lambda: _ranks(spec, address), **_options(spec))
+    config = with_slot(spec.config, spec.slot_rank) if spec.slot_rank is not None else spec.config
+    kind = SlotTrainer if spec.slot_rank is not None else _trainer_class(spec, DatumTrainer)
+    trainer = kind(config, spec.model_path, _ranks(spec, address), **_options(spec))
+    try:
+        if ROUTED_EXPERTS in spec.columns:
+            trainer.replay_experts()
+        _attach_vision(trainer, spec)
+        trainer.check_scores()
+        trainer.try_export()
+    except BaseException:
+        trainer.close()
+        raise
+    return trainer
 
 
 def _critic(spec: TrainerSpec, address: str | None) -> CriticTrainer | None:

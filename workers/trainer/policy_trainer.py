@@ -198,13 +198,13 @@ class PolicyTrainer:
         return add_adapters(self.model.lm, self.config.lora, self.policies)
 
     @contextmanager
-    def using(self, policy: str) -> Iterator[None]:
+    def using(self, policy: str) -> Iterator["PolicyTrainer"]:
         """Have what is done in the block be of this one of several policies. Its optimizer has numbers and a clock of
-        its own."""
+        its own. Returns the trainer, this one."""
         before = self.policy
         try:
             self._use(policy)
-            yield
+            yield self
         finally:
             self._use(before)
 

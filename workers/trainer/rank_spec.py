@@ -1,6 +1,7 @@
 """The specification that a rank is made from. Plain data, so that it can be sent through Ray; light to import, since
 the process that starts a run imports it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.algorithms.graph.columns import Column
@@ -47,6 +48,8 @@ class TrainerSpec(RankSpec):
 
     policies: tuple[TrainedPolicy, ...]
     """Policies that it trains, each with its loss."""
+    own_models: Mapping[str, str] = field(default_factory=dict)
+    """Path of the model of each of several policies that are whole models; empty for all others."""
     in_trainer: tuple[Stage, ...] = ()
     """Stages that run on the batch before the update."""
     columns: dict[str, Column] = field(default_factory=dict)

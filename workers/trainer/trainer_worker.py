@@ -33,7 +33,7 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import RowsLost, RowsUnreachable
 from penstock.workers.probing import ProbeRow
-from penstock.workers.protocols import Trainer, UpdateReport
+from penstock.workers.protocols import Loss, Trainer, UpdateReport
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.probe import ProbeRecorder
@@ -327,7 +327,7 @@ class TrainerWorker:
     def _update(self, step: int, rows: Rows, version: int, lengths: list[int] | None, num_leased: int) -> RowsUpdate:
         """Update the policy, or each of several that learns in this step, by its own rows. Collective."""
         if len(self._policies) == 1:
-            return self._update_one(self._policies[0], rows, version, lengths, num_leased)
+            return self._update_one(self._trainer, self._policies[0].loss, rows, version, lengths, num_leased)
         names = rows.strings(POLICY) if len(rows) else []
         places = {each.name: [at for at, name in enumerate(names) if name == each.name] for each in self._policies}
         own_counts = [len(own) if self._reports_rows else 0 for own in places.values()]
@@ -339,12 +339,14 @@ class TrainerWorker:
             if count and not is_left_out:
                 own = places[policy.name]
                 own_lengths = [lengths[at] for at in own] if lengths is not None else None
-                with self._trainer.using(policy.name):
-                    updates[policy.name] = self._update_one(policy, rows.select(own), version, own_lengths, len(own))
+                with self._trainer.using(policy.name) as trainer:
+                    updates[policy.name] = self._update_one(
+                        trainer, policy.loss, rows.select(own), version, own_lengths, len(own)
+                    )
         return RowsUpdate.joined(updates, num_left_out)
 
     def _update_one(
-        self, policy: TrainedPolicy, rows: Rows, version: int, lengths: list[int] | None, num_leased: int
+        self, trainer: Trainer, loss: Loss, rows: Rows, version: int, lengths: list[int] | None, num_leased: int
     ) -> RowsUpdate:
         """`lengths`: tokens of each row of this step as it was sampled, where token values are recorded. `num_leased`:
         rows of this step; those after them are of earlier ones."""
@@ -352,7 +354,7 @@ class TrainerWorker:
         probe = None
         if self.probe_temperature is not None and num_leased:
             probe = ProbeRecorder(rows.select(range(num_leased)), recorder, self.probe_temperature)
-        report = self._trainer.update(rows, policy.loss, probe or recorder, version)
+        report = trainer.update(rows, loss, probe or recorder, version)
         return RowsUpdate(
             report,
             recorder.values(rows, lengths) if recorder is not None and lengths is not None else None,

@@ -104,8 +104,11 @@ class ActorMaker:
 
     def _files_of(self, actor: ActorPlan) -> Iterator[tuple[str, FilesOf]]:
         """Paths that an actor reads, each with the way to find what belongs to it."""
-        if actor.role in ("rollout", "trainer", "environment"):
-            yield self._model_path, FileSet.of_model
+        if actor.role == "rollout":
+            yield self._sampled_by(actor), FileSet.of_model
+        if actor.role in ("trainer", "environment"):
+            others = self._own_models.values() if actor.role == "trainer" else ()
+            yield from ((path, FileSet.of_model) for path in dict.fromkeys([self._model_path, *others]))
         if actor.role == "scorer":
             yield self._scored_by(self._flow.stage(str(actor.stage))), FileSet.of_model
         if actor.role == "trainer" and self._resumed is not None:
@@ -158,10 +161,10 @@ class ActorMaker:
         config = self._config
         serves, largest = config.serve, config.serve.slot_rank
         engine = EngineSpec(
-            config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor),
+            config.rollout, self.local(actor.name, self._sampled_by(actor)), self._threads_of(actor),
             transport=choose_transport(config), phase_timeout_s=config.weights.phase_timeout_s,
             adapter=config.trainer.lora if config.trainer.lora.publishes_adapter and largest is None else None,
-            policies=tuple(config.trainer.policies),
+            policies=(actor.policy,) if actor.policy else tuple(config.trainer.policies),
             picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
             adapters=None if largest is None else AdapterLimits(largest, serves.max_loaded),
             is_probed=probes_engines(config, self._flow),
@@ -197,6 +200,7 @@ class ActorMaker:
             sum(other.role == "environment" for other in self._table.plan),
             self._config.model.chat_template_kwargs, self.sources.picture_digest, self._origin_of(actor),
             self._flow.policies, str(stage.model) if len(self._flow.policies) > 1 else "",
+            {other.name: other.policy for other in self._table.plan if other.policy},
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
@@ -237,6 +241,7 @@ class ActorMaker:
         return TrainerSpec(
             model_path=self.local(actor.name, self._model_path),
             policies=stage.policies,
+            own_models={name: self.local(actor.name, path) for name, path in self._own_models.items()},
             in_trainer=tuple(self._flow.in_trainer),
             columns=self._flow.columns,
             epochs_per_batch=config.algorithm.epochs_per_batch,
@@ -294,6 +299,15 @@ class ActorMaker:
         """The origin of what the actor measures."""
         return origin_of(self._config, self._namespace, actor.role, actor.name)
 
+    @property
+    def _own_models(self) -> Mapping[str, str]:
+        """Models that policies start from which are whole models, by name."""
+        return self._config.own_models(self._model_path)
+
+    def _sampled_by(self, engine: ActorPlan) -> str:
+        """The model of an engine."""
+        return self._own_models.get(engine.policy, self._model_path)
+
     def _scored_by(self, stage: Stage) -> str:
         """The model of a scorer's stage."""
         return self._config.model.path_of(str(stage.model), self._model_path)
@@ -309,11 +323,12 @@ def records_of(root: str, stage: str) -> str:
 
 def probes_engines(config: RunConfig, flow: Dataflow) -> bool:
     """Return whether engines score rows of each step again (`workers/trainer/probe.py`): where tokens may be older than
-    the trainer's weights, by an engine that is awake and scores prompts beside its samples."""
+    the trainer's weights, by an engine that is awake, scores prompts beside its samples, and has the model of any
+    row."""
     rollout = config.rollout
     is_plain = rollout.sampling.temperature > 0 and not (rollout.max_pictures or rollout.router_replay)
     can = rollout.capabilities.scores_beside and config.placement != "colocated" and bool(flow.of_kind("rollout"))
-    return config.max_staleness > 0 and is_plain and can
+    return config.max_staleness > 0 and is_plain and can and not config.trainer.own_models
 
 
 def is_exact(config: RunConfig, flow: Dataflow) -> bool:

@@ -48,6 +48,8 @@ class ActorPlan:
     """True if the actor joins after the start."""
     memory: int = 0
     """Bytes that the actor reserves of its node's memory."""
+    policy: str = ""
+    """Policy whose model the engine has, of several that are whole models."""
 
 
 def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
@@ -61,8 +63,10 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
         if has_gpus_of_ranks(config):  # Ray gives no actor parts of several GPUs
             gpus, rank_gpus = 0.0, 1.0
+        policies = trainer.own_models or ("",)
         for index in range(config.num_engines):
-            actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
+            policy = policies[index % len(policies)]
+            actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index, policy=policy))
     if flow.has_environment:
         cpus_each = config.environment.cpus_per_worker
         for index in range(config.environment.num_workers):

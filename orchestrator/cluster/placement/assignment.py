@@ -527,10 +527,12 @@ def _labels_of(nodes: Sequence[Node]) -> str:
 
 
 def bytes_published(config: RunConfig, model_path: str) -> int:
-    """Bytes of each publication of the whole model in shared memory; 0 for none, and where it is not known yet."""
+    """Bytes of each publication of the whole model, or models, in shared memory; 0 for none, and where it is not known
+    yet."""
     if config.trainer.lora.publishes_adapter or choose_transport(config) != "shm":
         return 0
-    return publication_bytes(stored_elements(model_path) or 0, config.rollout.dtype)
+    paths = config.own_models(model_path).values() or [model_path]
+    return publication_bytes(sum(stored_elements(path) or 0 for path in paths), config.rollout.dtype)
 
 
 def check_room(

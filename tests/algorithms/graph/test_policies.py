@@ -189,7 +189,10 @@ def test_the_only_policy_has_the_trainers_settings_alone():
         (["trainer.policies.judge.every=2"], "trainer.policies.judge: flow.train names no such policy"),
         (["trainer.policies.solver.optimizer={rate: 1}"], "trainer.policies.solver.optimizer.rate: unknown"),
         (["trainer.lora.publish=merged"], "trainer.lora.publish=merged: the dataflow trains solver and proposer"),
-        (["trainer.lora.publish=merged", "trainer.lora.rank=0"], "trainer.lora.rank=0: the dataflow trains"),
+        (
+            ["model.paths.solver=there"],
+            "model.paths.solver: the dataflow trains solver and proposer, which are adapters",
+        ),
         (["trainer.compile=true"], "trainer.compile=true: the dataflow trains"),
         (
             [*BEST, "checkpoint.best_metric=propser/heldout_reward/heldout"],
@@ -201,3 +204,57 @@ def test_the_only_policy_has_the_trainers_settings_alone():
 def test_a_configuration_for_one_policy_alone_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         resolve(load_config([*ADAPTERS, *change]), two())
+
+
+MODELS = (
+    "environment.name=recipes/guess/game.py:Guess", "model.path=somewhere", "data.source=environment",
+    "algorithm.name=grpo", "rollout.engine=hf", "model.paths.proposer=elsewhere",
+)  # fmt: skip
+
+
+def test_engines_are_dealt_to_policies_that_are_whole_models():
+    run = resolve(load_config([*MODELS, "rollout.num_workers=3"]), two())
+    policies = {actor.name: actor.policy for actor in run.plan if actor.role == "rollout"}
+    assert policies == {"Rollout-0": "solver", "Rollout-1": "proposer", "Rollout-2": "solver"}
+    assert run.config.own_models("somewhere") == {"solver": "somewhere", "proposer": "elsewhere"}
+
+
+def test_adapters_and_the_only_policy_have_all_engines():
+    for words, flow in ((ADAPTERS, two()), (["recipe=grpo", "model.path=somewhere"], None)):
+        run = resolve(load_config([*words, "rollout.num_workers=3"]), flow)
+        assert {actor.policy for actor in run.plan} == {""}
+        assert run.config.own_models("somewhere") == {}
+
+
+def test_whole_models_are_not_evaluated_beside_training():
+    words = ["max_staleness=2", "evaluation.every_steps=5", "rollout.num_workers=2"]
+    assert resolve(load_config([*ADAPTERS, *words]), two()).config.evaluates_beside
+    assert not resolve(load_config([*MODELS, *words]), two()).config.evaluates_beside
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ["rollout.num_workers=1"],
+            r"rollout.num_workers=1: .* each has engines of its own\. Set it to a number, 2 at",
+        ),
+        (["rollout.num_workers=auto"], "rollout.num_workers=auto: the dataflow trains solver and proposer"),
+        (["evaluation.num_workers=1", "evaluation.every_steps=5"], "evaluation.num_workers=1: .* all engines evaluate"),
+        (["trainer.engine=deepspeed"], "trainer.engine=deepspeed: .* set trainer.engine=fsdp"),
+        (["rollout.max_pictures=1"], "rollout.max_pictures=1: .* they read text"),
+        (["rollout.router_replay=true"], "rollout.router_replay=true: .* set it to false"),
+        (["trainer.compile=true"], "trainer.compile=true: .* are whole models"),
+    ],
+)
+def test_what_whole_models_cannot_have_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(load_config([*MODELS, "rollout.num_workers=2", *change]), two())
+
+
+def test_a_reference_for_models_that_start_apart_has_to_be_named():
+    flow = two()
+    flow.logprobs()
+    with pytest.raises(ConfigError, match=r"model.reference_path=null: .* proposer of model\.paths"):
+        resolve(load_config([*MODELS, "rollout.num_workers=2"]), flow)
+    resolve(load_config([*MODELS, "rollout.num_workers=2", "model.reference_path=somewhere"]), flow)

@@ -25,11 +25,13 @@ from penstock.conf.errors import (
 )
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.run import RunConfig
+from penstock.conf.trainer import PolicyConfig
 from penstock.orchestrator.cluster.placement.actors import plan_actors
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_shape import fresh_shape
 from penstock.orchestrator.configuration.prerequisites import (
     check_model,
+    check_own_models,
     limits_of_code,
     processor_of,
 )
@@ -326,6 +328,20 @@ def test_pictures_for_a_model_of_text_are_refused(model: Path) -> None:
         processor_of(load_config(["model=tiny"]))
     with pytest.raises(ConfigError, match="model_type=qwen2 is a model of text"):
         processor_of(load_config([f"model.path={model}"]))
+
+
+def test_policies_that_are_whole_models_have_one_tokenizer(model: Path, tmp_path: Path) -> None:
+    config = load_config([f"model.path={model}", "rollout.max_model_len=256", "rollout.sampling.max_tokens=64"])
+    config.trainer.policies = {"solver": PolicyConfig(), "proposer": PolicyConfig()}
+    assert check_own_models(config) == "solver from model.path, proposer from model.path"
+    config.model.paths["proposer"] = str(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.paths\.proposer"):
+        check_own_models(config)
+    build_fresh_model(tmp_path, replace(SMALL, words=["word"]), seed=1)
+    with pytest.raises(ConfigError, match=r"model\.paths\.proposer=.* is not that of model\.path"):
+        check_own_models(config)
+    build_fresh_model(config.model.paths["proposer"], SMALL, seed=2)
+    assert check_own_models(config) == f"solver from model.path, proposer from {tmp_path}"
 
 
 def test_experts_of_a_dense_model_are_not_replayed(model: Path) -> None:

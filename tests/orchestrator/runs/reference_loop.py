@@ -28,6 +28,7 @@ from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.rollout_worker import sample_seed
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.update.batching import plan
+from penstock.workers.weights.publication.adapter import tensor_name
 from tests.orchestrator.runs.digits_game import share_of_digits
 
 Sampled = tuple[list[int], list[int], list[float], torch.Tensor]
@@ -85,11 +86,12 @@ def train_in_two_turns(config: RunConfig, model_path: str) -> dict[str, torch.Te
 
 @dataclass
 class Learner:
-    """A policy of `train_two`: a model of its own with PEFT's layers, and an engine of its own."""
+    """A policy of `train_two`: a model of its own, perhaps with PEFT's layers, and an engine of its own."""
 
     policy: Any
     engine: HfEngine
-    scale: float
+    scale: float | None
+    """Factor of B A; None: the model has no adapter and is trained whole."""
     optimizer: torch.optim.AdamW
     every: int
 
@@ -101,6 +103,9 @@ class Learner:
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.scale is None:
+            self.engine.model.load_state_dict(self.policy.state_dict())
+            return
         with torch.no_grad():
             for layer, (a, b) in self.factors.items():
                 base, change = (
@@ -108,6 +113,18 @@ class Learner:
                     torch.from_numpy(b) @ torch.from_numpy(a),
                 )
                 self.engine.model.get_parameter(f"{layer}.weight").copy_(base + self.scale * change)
+
+    @property
+    def exported(self) -> dict[str, np.ndarray]:
+        """What is trained, by the names that an export has."""
+        if self.scale is None:
+            values = self.policy.state_dict().items()
+            return {name: value.numpy() for name, value in values if name != "lm_head.weight"}
+        return {
+            tensor_name(layer, letter): values
+            for layer, factors in self.factors.items()
+            for letter, values in zip("AB", factors, strict=True)
+        }
 
     @property
     def factors(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -119,12 +136,13 @@ class Learner:
         }
 
 
-def train_two(config: RunConfig, model_path: str) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """The adapters of the two policies of `duel.py`, by name and layer, each trained as if it was alone."""
+def train_two(config: RunConfig, model_path: str) -> dict[str, dict[str, np.ndarray]]:
+    """What is trained of the two policies of `duel.py`, by policy and name, each as if it was alone: adapters, or whole
+    models from `model.paths`."""
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(model_path)
     names = tuple(config.trainer.policies)
-    learners = {name: _learner(config, name, model_path) for name in names}
+    learners = {name: _learner(config, name, config.model.paths.get(name, model_path)) for name in names}
     sampling, num_groups = Sampling.of(config.rollout.sampling), config.trainer.groups_per_step
     source = open_source(config, model_path, rows_are="tasks")
 
@@ -154,16 +172,17 @@ def train_two(config: RunConfig, model_path: str) -> dict[str, dict[str, tuple[n
             if (step + 1) % learner.every == 0:
                 clip_norm = config.trainer.optimizer_of(name).clip_norm
                 learner.update(rows[name], clip_norm, config.trainer.microbatch_tokens)
-    return {name: learner.factors for name, learner in learners.items()}
+    return {name: learner.exported for name, learner in learners.items()}
 
 
 def _learner(config: RunConfig, name: str, model_path: str) -> Learner:
     policy, lora = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config.trainer.lora
     use_fast_linears(policy.base_model)
-    targets = [path for path, one in policy.base_model.named_modules() if isinstance(one, torch.nn.Linear)]
-    torch.manual_seed(0)
-    own = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
-    inject_adapter_in_model(own, policy)
+    if lora.rank:
+        targets = [path for path, one in policy.base_model.named_modules() if isinstance(one, torch.nn.Linear)]
+        torch.manual_seed(0)
+        own = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+        inject_adapter_in_model(own, policy)
     options = config.trainer.optimizer_of(name)
     optimizer = torch.optim.AdamW(
         [one for one in policy.parameters() if one.requires_grad], lr=options.lr, betas=tuple(options.betas),
@@ -171,7 +190,8 @@ def _learner(config: RunConfig, name: str, model_path: str) -> Learner:
     )  # fmt: skip
     engine = HfEngine(EngineSpec(config.rollout, model_path))
     engine.open_model()
-    return Learner(policy, engine, lora.alpha / lora.rank, optimizer, config.trainer.every(name))
+    scale = lora.alpha / lora.rank if lora.rank else None
+    return Learner(policy, engine, scale, optimizer, config.trainer.every(name))
 
 
 def train_seeing(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:

@@ -141,11 +141,14 @@ def test_attempts_in_an_environment_go_on_while_nobody_drives_the_run(new_run: C
     assert_same_model(whole, killed)
 
 
-def test_two_policies_go_on_with_the_next_command(new_run: Callable[..., Run]) -> None:
+@pytest.mark.parametrize(
+    "kind", [("trainer.lora.rank=8", "trainer.lora.publish=adapter"), ()], ids=["adapters", "models"]
+)
+def test_two_policies_go_on_with_the_next_command(new_run: Callable[..., Run], kind: tuple[str, ...]) -> None:
     """Their ranks and an engine die with the second one."""
     words = [
         f"algorithm={DUEL}:two_policies", f"environment.name={DUEL}:Duel", "data.source=environment", "data.path=null",
-        "trainer.lora.rank=8", "trainer.lora.publish=adapter", f"trainer.max_steps={ENVIRONMENT_STEPS}",
+        f"trainer.max_steps={ENVIRONMENT_STEPS}", *kind,
     ]  # fmt: skip
     whole, killed = new_run("whole", *words), new_run("killed", *words)
     whole.begin().finish()

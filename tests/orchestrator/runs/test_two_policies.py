@@ -2,7 +2,9 @@
 neither a death nor an interruption changes anything."""
 
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.conf.model import FreshModelConfig
+from penstock.orchestrator.checkpointing.export import export_checkpoint
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.run import RunResult, run
 from penstock.workers.fresh_model import build_fresh_model
-from penstock.workers.weights.publication.adapter import tensor_name
 from tests.orchestrator.runs import reference_loop
 from tests.orchestrator.runs.duel import both
 from tests.orchestrator.runs.killing import Killing
@@ -25,7 +27,16 @@ pytestmark = pytest.mark.real
 
 GAME = Path(__file__).parent / "duel.py"
 STEPS, GROUPS, SIZE = 5, 4, 4
-Adapters = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+KINDS = {
+    "adapters": (
+        "trainer.lora.rank=8", "trainer.lora.publish=adapter", "trainer.optimizer.lr=1e-2",
+        "trainer.policies.proposer.optimizer={lr: 3e-2}",
+    ),
+    "models": ("trainer.optimizer.lr=1e-3", "trainer.policies.proposer.optimizer={lr: 3e-3}"),
+}  # fmt: skip
+"""Words of a run whose policies are adapters of one model, or whole models."""
+FILES = {"adapters": "adapter/adapter_model.safetensors", "models": "model.safetensors"}
+"""File of what is trained of a policy, in its export."""
 
 
 @pytest.fixture(scope="module")
@@ -35,93 +46,125 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def settings(model_path: str, directory: Path, *more: str) -> Any:
-    return load_config(
-        [
-            f"model.path={model_path}", f"environment.name={GAME}:Duel", "data.source=environment",
-            "rollout.engine=hf", "rollout.num_workers=2", "rollout.sampling.max_tokens=12", "rollout.num_threads=1",
-            "trainer.num_threads=1", f"trainer.max_steps={STEPS}", f"trainer.groups_per_step={GROUPS}",
-            f"algorithm.group_size={SIZE}", "trainer.optimizer.lr=1e-2", "trainer.lora.rank=8",
-            "trainer.lora.publish=adapter", "trainer.policies.proposer.every=2",
-            "trainer.policies.proposer.optimizer={lr: 3e-2}", f"output_dir={directory}", "faults.pause_s=0.1", *more,
-        ]
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def smaller_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("smaller")
+    build_fresh_model(path, FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=64), seed=4)
+    return str(path)
+
+
+@dataclass
+class Game:
+    """Runs of one kind, and what they must come to."""
+
+    kind: str
+    words: list[str]
+    expected: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    """Tensors by policy and name."""
+    start: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    """Those that do not start as zeros."""
+
+    def settings(self, directory: Path, *more: str) -> Any:
+        return load_config(
+            [
+                f"environment.name={GAME}:Duel", "data.source=environment", "rollout.engine=hf",
+                "rollout.num_workers=2", "rollout.sampling.max_tokens=12", "rollout.num_threads=1",
+                "trainer.num_threads=1", f"trainer.max_steps={STEPS}", f"trainer.groups_per_step={GROUPS}",
+                f"algorithm.group_size={SIZE}", "trainer.policies.proposer.every=2", f"output_dir={directory}",
+                "faults.pause_s=0.1", *self.words, *more,
+            ]
+        )  # fmt: skip
+
+    def different(self, result: RunResult) -> list[str]:
+        """Names of the exported tensors that are not the expected ones, bit for bit."""
+        found = []
+        for policy, tensors in self.expected.items():
+            own = load_file(result.model / policy / FILES[self.kind])
+            assert own.keys() == tensors.keys() != set()
+            found += [f"{policy}/{name}" for name, one in tensors.items() if not np.array_equal(own[name].numpy(), one)]
+        return found
 
 
 @pytest.fixture(scope="module")
-def straight(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+def games(model_path: str, smaller_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Game]:
     threads = torch.get_num_threads()
-    config = resolve(settings(model_path, tmp_path_factory.mktemp("lines")), both(SIZE)).config
+    games = {kind: Game(kind, [f"model.path={model_path}", *words]) for kind, words in KINDS.items()}
+    games["models"].words.append(f"model.paths.proposer={smaller_path}")
+    for policy, path in {"solver": model_path, "proposer": smaller_path}.items():
+        games["models"].start[policy] = {
+            name: one.numpy() for name, one in load_file(f"{path}/model.safetensors").items()
+        }
     try:
-        return reference_loop.train_two(config, model_path)
+        for game in games.values():
+            config = resolve(game.settings(tmp_path_factory.mktemp("lines")), both(SIZE)).config
+            game.expected = reference_loop.train_two(config, model_path)
     finally:
         torch.set_num_threads(threads)
+    return games
 
 
-def different(result: RunResult, expected: Adapters) -> list[str]:
-    """Names of the exported tensors that are not the expected ones, bit for bit."""
-    found = []
-    for policy, layers in expected.items():
-        own = load_file(result.model / policy / "adapter" / "adapter_model.safetensors")
-        assert len(own) == 2 * len(layers) > 0
-        for layer, factors in layers.items():
-            for letter, values in zip("AB", factors, strict=True):
-                if not np.array_equal(own[tensor_name(layer, letter)].numpy(), values):
-                    found.append(f"{policy}/{layer}.{letter}")
-    return found
+@pytest.fixture(params=KINDS)
+def game(games: dict[str, Game], request: pytest.FixtureRequest) -> Game:
+    return games[request.param]
 
 
-def test_two_policies_are_two_straight_lines_bit_for_bit(
-    tmp_path: Path, cluster: str, model_path: str, straight: Adapters
-) -> None:
+def test_two_policies_are_two_straight_lines_bit_for_bit(tmp_path: Path, cluster: str, game: Game) -> None:
     words = ["name=exact", "environment.num_workers=2", "tracking.samples_every_steps=1"]
-    result = run(settings(model_path, tmp_path, *words), both(SIZE), quiet=True)
-    assert different(result, straight) == []
-    for policy in straight:
-        assert all(np.abs(b).max() > 1e-3 for _, b in straight[policy].values()), "nothing was trained"
+    result = run(game.settings(tmp_path, *words), both(SIZE), quiet=True)
+    assert game.different(result) == []
+    for policy, tensors in game.expected.items():
+        start = game.start.get(policy, {})
+        changes = {name: one - start.get(name, 0.0) for name, one in tensors.items() if ".lora_A." not in name}
+        assert all(np.abs(change).max() > 1e-3 for change in changes.values()), "nothing was trained"
     lines = metrics_of(result.directory)
     assert [line["staleness/max"] for line in lines] == [0.0] * STEPS
     assert all(line["mismatch/logprob_abs_max"] < 1e-4 for line in lines)
     left_out = [line["proposer/rows_left_out"] for line in lines]
     assert left_out == [GROUPS * SIZE if step % 2 else 0.0 for step in range(1, STEPS + 1)]
-    assert all("solver/pg_loss" in line and line["solver/lr"] == pytest.approx(1e-2) for line in lines)
+    rate = {"adapters": 1e-2, "models": 1e-3}[game.kind]
+    assert all("solver/pg_loss" in line and line["solver/lr"] == pytest.approx(rate) for line in lines)
     assert ["proposer/lr" in line for line in lines] == [step % 2 == 0 for step in range(1, STEPS + 1)]
     said = [row["policy"] for row in samples_of(result.directory, 2)]
-    assert {name: said.count(name) for name in said} == dict.fromkeys(straight, GROUPS * SIZE)
+    assert {name: said.count(name) for name in said} == dict.fromkeys(game.expected, GROUPS * SIZE)
 
 
-@pytest.mark.parametrize("name", ["Rollout-1", "Trainer-policies-0", "Environment-0"])
-def test_a_death_changes_nothing(tmp_path: Path, cluster: str, model_path: str, straight: Adapters, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("adapters", "Rollout-1"), ("adapters", "Trainer-policies-0"), ("adapters", "Environment-0"),
+        ("models", "Rollout-0"), ("models", "Rollout-1"), ("models", "Trainer-policies-0"),
+    ],
+)  # fmt: skip
+def test_a_death_changes_nothing(tmp_path: Path, cluster: str, games: dict[str, Game], kind: str, name: str) -> None:
+    game = games[kind]
     result = run(
-        settings(model_path, tmp_path, "name=killed"), both(SIZE), quiet=True,
-        sinks=[Killing(tmp_path / "killed", name, 2)],
-    )  # fmt: skip
-    assert different(result, straight) == []
+        game.settings(tmp_path, "name=killed"), both(SIZE), quiet=True, sinks=[Killing(tmp_path / "killed", name, 2)]
+    )
+    assert game.different(result) == []
     recovered = [event["member"] for event in events_of(result.directory) if event["kind"] == "recovered"]
     assert recovered == [name]
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(
-    tmp_path: Path, cluster: str, model_path: str, straight: Adapters
-) -> None:
-    """It goes on after step 3, of which the proposer has learned in one."""
+def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(tmp_path: Path, cluster: str, game: Game) -> None:
+    """It goes on after step 3, of which the proposer has learned in one. The checkpoint has the models, too."""
     words = ["name=parts", "checkpoint.every_steps=1"]
-    run(settings(model_path, tmp_path, *words, "trainer.max_steps=4"), both(SIZE), quiet=True)
+    run(game.settings(tmp_path, *words, "trainer.max_steps=4"), both(SIZE), quiet=True)
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "global_step_4")  # as if it was killed before that
-    result = run(settings(model_path, tmp_path, *words, "resume=auto"), both(SIZE), quiet=True)
+    result = run(game.settings(tmp_path, *words, "resume=auto"), both(SIZE), quiet=True)
     assert [line["step"] for line in metrics_of(result.directory)] == [1, 2, 3, 4, 5]
-    assert different(result, straight) == []
+    assert game.different(result) == []
+    export_checkpoint(str(result.directory), written := tmp_path / "written")
+    assert game.different(SimpleNamespace(model=written)) == []
 
 
-def test_engines_and_ranks_that_take_turns_change_no_bit(
-    tmp_path: Path, cluster: str, model_path: str, straight: Adapters
-) -> None:
-    result = run(settings(model_path, tmp_path, "name=turns", "placement=colocated"), both(SIZE), quiet=True)
-    assert different(result, straight) == []
+def test_engines_and_ranks_that_take_turns_change_no_bit(tmp_path: Path, cluster: str, game: Game) -> None:
+    result = run(game.settings(tmp_path, "name=turns", "placement=colocated"), both(SIZE), quiet=True)
+    assert game.different(result) == []
 
 
-def test_an_asynchronous_run_keeps_the_bound(tmp_path: Path, cluster: str, model_path: str) -> None:
-    config = settings(model_path, tmp_path, "name=ahead", "max_staleness=2", "trainer.max_steps=8")
+def test_an_asynchronous_run_keeps_the_bound(tmp_path: Path, cluster: str, game: Game) -> None:
+    more = ["rollout.num_workers=3", "trainer.num_ranks=2"]
+    config = game.settings(tmp_path, "name=ahead", "max_staleness=2", "trainer.max_steps=8", *more)
     lines = metrics_of(run(config, both(SIZE), quiet=True).directory)
     assert len(lines) == 8
     assert max(line["staleness/max"] for line in lines) in (1.0, 2.0)

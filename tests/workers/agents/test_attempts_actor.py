@@ -75,7 +75,7 @@ class Echo:
 def test_a_set_of_evaluation_is_played_with_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One environment is made for each set of options, when it is first asked for."""
     monkeypatch.setattr(attempts_actor, "load_tokenizer", lambda path: tokenizer())
-    monkeypatch.setattr(attempts_actor, "EnginePool", lambda ask, timeout_s: Pool())
+    monkeypatch.setattr(attempts_actor, "EnginePool", lambda ask, timeout_s, **_: Pool())
     (tmp_path / "echo.py").write_text(OPTIONS)
     config = EnvironmentConfig(name=f"{tmp_path}/echo.py:Echo", options={"word": "base"})
 
@@ -105,7 +105,7 @@ def test_attempts_of_an_evaluation_have_its_engines_and_no_others_have_them(
 ) -> None:
     pools = list[Pool]()
 
-    def make(ask: object, timeout_s: float) -> Pool:
+    def make(ask: object, timeout_s: float, **_: object) -> Pool:
         pools.append(Pool())
         return pools[-1]
 
@@ -145,7 +145,7 @@ def test_a_session_asks_engines_for_their_memory_before_its_first_attempts(
             return KvLoad(40_000, 1000, 0.0, 0, 0.0, 0)
 
     monkeypatch.setattr(attempts_actor, "load_tokenizer", lambda path: tokenizer())
-    monkeypatch.setattr(attempts_actor, "EnginePool", lambda ask, timeout_s: Pool())
+    monkeypatch.setattr(attempts_actor, "EnginePool", lambda ask, timeout_s, **_: Pool())
     (tmp_path / "together.py").write_text(TOGETHER)
     config = EnvironmentConfig(name=f"{tmp_path}/together.py:Together")
 

@@ -1,4 +1,5 @@
-"""Engines that sample from several policies, each an adapter of one model: every request names its own."""
+"""Engines of several policies. Adapters of one model are in one engine, and every request names its own. Whole models
+are in engines of their own, which take their part of what is published."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from penstock.conf.errors import DataError, WeightError
 from penstock.workers.protocols import Completion, Publication, SampleCall, Sampling
 from tests.publications import write_publication
-from tests.workers.rollout.conftest import VLLM, AdapterEngineUnderTest
+from tests.workers.rollout.conftest import VLLM, AdapterEngineUnderTest, EngineUnderTest
 from tests.workers.rollout.test_engine_contract import (
     PROMPT,
     TOLERANCE,
@@ -125,3 +126,52 @@ def test_a_request_of_no_policy_is_refused(served: PoliciesUnderTest, policy: st
     with pytest.raises(DataError, match=rf"policy '{policy}': the engine has solver and proposer"):
         served.call(served.engine.sample(None, SampleCall(PROMPT, 1, Sampling(seed=1, policy=policy))))
     assert generate(served, 1, policy="proposer")
+
+
+class OwnModelUnderTest(EngineUnderTest):
+    """An engine of a policy that is a whole model. Another one is published with it, of other names and shapes."""
+
+    policies = ("proposer",)
+
+    def publish(self, seed: int) -> Publication:
+        """A version, not loaded yet."""
+        own = load_file(f"{self.change_weights(seed).directory}/model.safetensors")
+        tensors = {f"proposer/{name}": one.clone() for name, one in own.items()}  # its file is written again
+        others = {"solver/model.norm.weight": torch.ones(3), "solver/model.strange": torch.ones(2, 2)}
+        return write_publication(self.root / "both", self.version, (others | tensors).items())
+
+
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=VLLM)])
+def own(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OwnModelUnderTest]:
+    if request.param == "vllm":
+        pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
+        request.getfixturevalue("warm_spawn")
+    subject = OwnModelUnderTest(request.param, tiny_model, tmp_path_factory.mktemp("own"))
+    yield subject
+    subject.close()
+
+
+def test_an_engine_loads_the_model_of_its_policy_alone(own: OwnModelUnderTest) -> None:
+    for seed in (1, 2):
+        own.call(own.engine.load(own.publish(seed)))
+        for completion in generate(own, 2, policy="proposer", ignore_eos=True):
+            assert set(completion.versions) == {own.version}
+            assert_logprobs_match(own, completion, Sampling())
+
+
+def test_an_engine_of_one_policy_answers_no_request_of_another(own: OwnModelUnderTest) -> None:
+    for policy in ("solver", ""):
+        with pytest.raises(DataError, match=f"policy '{policy}': the engine has proposer"):
+            generate(own, 1, policy=policy)
+
+
+def test_a_publication_without_the_model_of_the_policy_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    subject = OwnModelUnderTest("hf", tiny_model, tmp_path)
+    try:
+        with pytest.raises(WeightError, match="not the model that the engine serves"):
+            subject.call(subject.engine.load(subject.change_weights(seed=3)))
+        assert subject.call(subject.engine.version()) == 0
+    finally:
+        subject.close()

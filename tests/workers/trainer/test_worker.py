@@ -266,9 +266,9 @@ class Noted:
         self.policy, self.updates = "", list[tuple[str, list[int]]]()
 
     @contextmanager
-    def using(self, policy: str) -> Iterator[None]:
+    def using(self, policy: str) -> Iterator["Noted"]:
         self.policy = policy
-        yield
+        yield self
 
     def update(self, rows: Rows, loss: Any, recorder: Any = None, version: int | None = None) -> UpdateReport:
         self.updates.append((self.policy, rows.row_ids.tolist()))

@@ -2,12 +2,14 @@
 do.
 
 An engine that dies in a turn costs that turn: it is sampled again, by another engine or by the one that takes its
-place. Its tokens were in no history yet. `members` come from the controller.
+place. Its tokens were in no history yet. `members` come from the controller. Where policies are whole models, the
+engines of a turn are those of its policy.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -42,14 +44,23 @@ AskEngine = Callable[..., Awaitable[Completion]]
 class EnginePool:
     """Lifecycle: `update` whenever the engines change, `sample` at any time: it waits until there is one."""
 
-    def __init__(self, call: AskEngine, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`timeout_s`: limit of a turn, waiting for an engine included."""
-        self._call, self._timeout_s, self._clock = call, timeout_s, clock
+    def __init__(
+        self,
+        call: AskEngine,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        policies: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`timeout_s`: limit of a turn, waiting for an engine included. `policies`: the policy whose model an engine
+        has, by the engine's name; an engine that is not there has all."""
+        self._call, self._timeout_s, self._clock, self._policies = call, timeout_s, clock, policies
         self._members: dict[str, Any] = {}
         self._in_flight: dict[str, int] = {}
         self._failed: dict[str, float] = {}
         self.engine_of: WeakKeyDictionary[object, str] = WeakKeyDictionary()
         """The engine that each conversation was on, as long as the conversation exists."""
+        self._prefixes: WeakKeyDictionary[object, dict[str, str]] = WeakKeyDictionary()
+        """The engine that has the prefix of each conversation, by policy."""
         self._changed = asyncio.Event()
         self.num_again = 0
         """Number of turns that were sampled again, as their engine was lost."""
@@ -85,8 +96,8 @@ class EnginePool:
         seen = () if pictures is None else (pictures,)
         deadline = self._clock() + self._timeout_s
         while True:
-            name = await self._choose(conversation, deadline)
-            self.engine_of[conversation] = name
+            name = await self._choose(conversation, sampling.policy, deadline)
+            self.engine_of[conversation] = self._prefixes.setdefault(conversation, {})[sampling.policy] = name
             self._in_flight[name] = self._in_flight.get(name, 0) + 1
             try:
                 async with asyncio.timeout(max(0.0, deadline - self._clock())):
@@ -102,18 +113,19 @@ class EnginePool:
             finally:
                 self._in_flight[name] -= 1
 
-    async def _choose(self, conversation: object, deadline: float) -> str:
-        while not (available := self.available()):
+    async def _choose(self, conversation: object, policy: str, deadline: float) -> str:
+        while not (available := [name for name in self.available() if self._policies.get(name, policy) == policy]):
             left = deadline - self._clock()
             if left <= 0:
-                raise DeadlineExceeded(f"no engine was there to sample a turn within {self._timeout_s:g} s.")
+                of_policy = f" of policy {policy}" if self._policies else ""
+                raise DeadlineExceeded(f"no engine{of_policy} was there to sample a turn within {self._timeout_s:g} s.")
             changed = self._changed
             try:
                 await asyncio.wait_for(changed.wait(), min(left, FAILED_S))
             except TimeoutError:
                 continue
         least = min(available, key=lambda name: (self.load(name), available.index(name)))
-        own = self.engine_of.get(conversation)
+        own = self._prefixes.get(conversation, {}).get(policy)
         return own if own in available and self.load(own) <= self.load(least) + SLACK else least
 
     def available(self) -> list[str]:

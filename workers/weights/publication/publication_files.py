@@ -39,7 +39,7 @@ from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.runtime.local_files import Shortage, Spans, reserve, write_whole
 from penstock.workers.weights.publication.costs import how_to_enlarge
-from penstock.workers.weights.publication.layout import ElementRange, Layout, byte_span, compute_layout
+from penstock.workers.weights.publication.layout import ElementRange, Layout, TensorPlace, byte_span, compute_layout
 
 if TYPE_CHECKING:
     import torch
@@ -330,10 +330,11 @@ class MappedWeights:
         model.load_state_dict(dict(mapped.tensors()))
     """
 
-    def __init__(self, publication: Publication) -> None:
-        """Map the file and lock it. Raises `WeightError` as `open_publication` does, and when the publication is
-        reclaimed meanwhile."""
+    def __init__(self, publication: Publication, prefix: str = "") -> None:
+        """Map the file and lock it. `prefix`: of the names of one of several models, whose tensors are these then.
+        Raises `WeightError` as `open_publication` does, and when the publication is reclaimed meanwhile."""
         manifest = self.manifest = open_publication(publication)
+        self._prefix = prefix
         try:
             with manifest.file.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -398,11 +399,17 @@ class MappedWeights:
                 note.flush()
         return True
 
+    @property
+    def places(self) -> dict[str, TensorPlace]:
+        """Place of each tensor, by its name without the prefix."""
+        names, prefix = self.manifest.layout.by_name, self._prefix
+        return {name.removeprefix(prefix): place for name, place in names.items() if name.startswith(prefix)}
+
     def tensor(self, name: str) -> "torch.Tensor":
         """A view of shape and dtype as published, on the CPU. Raises `WeightError` for an unknown name."""
         import torch
 
-        place = self.manifest.layout.place(name)
+        place = self.manifest.layout.place(self._prefix + name)
         dtype = getattr(torch, place.dtype)
         if place.num_bytes == 0:
             return torch.empty(place.shape, dtype=dtype)
@@ -416,7 +423,7 @@ class MappedWeights:
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """All tensors, layer by layer (by name): engines that repack a layer at a time then hold one layer at a
         time."""
-        for name in sorted(self.manifest.layout.by_name):
+        for name in sorted(self.places):
             yield name, self.tensor(name)
 
 

@@ -45,6 +45,8 @@ class ShmInitInfo(WeightTransferInitInfo):
 
     directory: str
     version: int
+    prefix: str = ""
+    """Beginning of the names of the model's tensors, where several models are published together."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +55,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
     directory: str
     version: int
+    prefix: str = ""
+    """See `ShmInitInfo`."""
     verified_inode: int = 0
     """Inode of the file whose checksums the caller has compared and that it keeps locked; 0: compare them here."""
 
@@ -74,7 +78,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the file and fill its page tables in a thread, while the engine generates. vLLM has no other call
         that announces a version before it is loaded."""
-        mapped = MappedWeights(Publication(init_info.directory, init_info.version))
+        mapped = MappedWeights(Publication(init_info.directory, init_info.version), init_info.prefix)
         prepare = mapped.populate
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
@@ -129,7 +133,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             manifest = mapped.manifest
             if (str(manifest.directory), manifest.version) == (update_info.directory, update_info.version):
                 return mapped
-        return MappedWeights(Publication(update_info.directory, update_info.version))
+        return MappedWeights(Publication(update_info.directory, update_info.version), update_info.prefix)
 
     def finish_weight_update(self) -> None:
         pass

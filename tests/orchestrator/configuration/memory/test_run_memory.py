@@ -173,6 +173,28 @@ def test_each_further_policy_is_an_adapter_more(view: Callable[..., MemoryView])
     assert two.ranks["policy"].total - one.ranks["policy"].total == pytest.approx((12 + 4) * adapter / 2, rel=0.3)
 
 
+def test_each_further_policy_that_is_a_whole_model_is_a_model_more(view: Callable[..., MemoryView]) -> None:
+    shown = view(SMALL, "trainer.num_ranks=2")
+    one = memory_of(shown)
+    trainer = replace(one.config.trainer, policies={"a": PolicyConfig(), "b": PolicyConfig()})
+    two = replace(one, config=replace(one.config, trainer=trainer), shapes={**one.shapes, "b": shape_of(LARGE)})
+    before, after = ({part.name: part.num_bytes for part in host_parts(each, shown.plan)} for each in (one, two))
+    more = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    large = shape_of(LARGE).num_parameters
+    assert more == {
+        "publications of the weights": 2 * 2 * large,
+        "copies of the state": 2 * 12 * large,
+        "copy that a checkpoint is written from": 12 * large,
+        "the model's files, while they are read": 2 * large,
+    }
+    assert list(two.ranks) == ["a", "b"]
+    assert two.ranks["a"].resident == one.ranks["policy"].resident
+    assert two.resident_bytes == pytest.approx(one.resident_bytes + 12 * large / 2, rel=0.1)
+    assert one.engine is not None
+    assert two.engine is not None
+    assert two.engine.weights == 2 * large  # the largest
+
+
 def test_activations_that_wait_on_the_host_are_its_and_layers_are_recomputed(view: Callable[..., MemoryView]) -> None:
     words = ("trainer.num_ranks=8", "rollout.num_workers=8", "trainer.max_tokens_per_microbatch=16384")
     shown = view(LARGE, *words, "trainer.activation_offload=true")

@@ -130,3 +130,34 @@ def test_a_conversation_that_is_gone_is_forgotten() -> None:
         assert len(pool.engine_of) == 0
 
     asyncio.run(scenario())
+
+
+def test_a_turn_goes_to_the_engines_of_its_policy() -> None:
+    async def scenario() -> None:
+        call = Dying()
+        pool = EnginePool(call, 60.0, policies={"a": "solver", "b": "proposer", "c": "solver", "d": "proposer"})
+        pool.update({name: name for name in "abcd"})
+        conversation = Conversation()
+        for policy, name in [("solver", "a"), ("proposer", "b"), ("solver", "a"), ("proposer", "b")]:
+            assert (await pool.sample([1], Sampling(policy=policy), conversation)).text == name
+        call.dead = {"b"}
+        assert (await pool.sample([1], Sampling(policy="proposer"), conversation)).text == "d"
+        assert (await pool.sample([1], Sampling(policy="proposer"), conversation)).text == "d"
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_waits_for_an_engine_of_its_policy_where_others_are_there() -> None:
+    async def scenario() -> None:
+        pool = EnginePool(Dying(), 60.0, policies={"a": "solver", "b": "proposer"})
+        pool.update({"a": "a"})
+        sampling = asyncio.ensure_future(pool.sample([1], Sampling(policy="proposer"), Conversation()))
+        await asyncio.sleep(0)
+        pool.update({"a": "a", "b": "b"})
+        assert (await asyncio.wait_for(sampling, 30)).text == "b"
+        with pytest.raises(DeadlineExceeded, match="no engine of policy judge was there"):
+            await EnginePool(Dying(), 0.01, policies={"a": "solver"}).sample(
+                [1], Sampling(policy="judge"), Conversation()
+            )
+
+    asyncio.run(scenario())
