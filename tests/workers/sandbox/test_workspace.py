@@ -39,7 +39,7 @@ rm -rf package/__pycache__; mkdir binary.d; mkfifo pipe
 
 def tree_of(room: Room, workspace: Workspace) -> str:
     return room.run(
-        workspace, "find . -type f -exec md5sum {} + -o -type l -printf '%p -> %l\\n' | sort; ls -l tool.sh"
+        workspace, "find . -type f -exec md5sum {} + -o -type l -printf '%p -> %l\\n' | sort; stat -c '%A %s' tool.sh"
     ).stdout
 
 
