@@ -74,10 +74,10 @@ def check_model(config: RunConfig, *, samples: bool = True) -> str:
 def check_own_models(config: RunConfig) -> str:
     """Describe the models of policies that are whole models. Raises as `check_model` does, and `ConfigError` for one
     with another tokenizer: all read the same conversations."""
-    told, first = {}, tokenizer_of(config)
+    starts, first = {}, tokenizer_of(config)
     for name in config.trainer.own_models:
         path, key = config.model.paths.get(name), f"model.paths.{name}"
-        told[name] = path or "model.path"
+        starts[name] = path or "model.path"
         if path is None:
             continue
         _, lm = _describe(path, key, config.rollout.max_model_len)
@@ -88,7 +88,7 @@ def check_own_models(config: RunConfig) -> str:
                 f"{key}={path}: its tokenizer or chat template is not that of model.path, and all policies read the "
                 "same conversations. Choose models of one family."
             )
-    return ", ".join(f"{name} from {path}" for name, path in told.items())
+    return ", ".join(f"{name} from {path}" for name, path in starts.items())
 
 
 def check_other_model(path: str, key: str, *, scores: bool = False, judge: RolloutConfig | None = None) -> str:

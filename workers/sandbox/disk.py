@@ -11,6 +11,7 @@ made: `rm` is used, as Python's own stops at deep directories and at those that 
 import fcntl
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -55,8 +56,8 @@ def prepare(disk: Path) -> None:
     with named(disk):
         own_directory(base, 0o700)
         sweep(base, remove_tree)
-        found = os.statvfs(base)
-    if (free_bytes := found.f_bavail * found.f_frsize) < LEAST_FREE_BYTES:
+        free_bytes = shutil.disk_usage(base).free
+    if free_bytes < LEAST_FREE_BYTES:
         raise InfrastructureError(
             f"workspace: disk={disk} has {free_bytes:,} bytes left, and commands end below {LEAST_FREE_BYTES:,}. Make "
             "room on it, or name another one."

@@ -101,6 +101,20 @@ def assert_same_model(one: Run, other: Run, folder: str = "model") -> None:
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
+def whole_and_killed(new_run: Callable[..., Run], words: list[str], lost: tuple[str, ...]) -> tuple[Run, Run]:
+    """A run to which nothing happened, and one whose command was killed twice, the second time with these actors."""
+    whole, killed = new_run("whole", *words), new_run("killed", *words)
+    whole.begin().finish()
+    killed.kill_after(2, 0.1)
+    killed.kill_after(2, 0.3)
+    for name in lost:
+        ray.kill(killed.actor(name))
+    killed.begin().finish()
+    assert killed.kinds.count("placed") == 1
+    assert killed.kinds.count("taken_over") == 2
+    return whole, killed
+
+
 def broken_promises(run: Run, max_staleness: int = 0, num_steps: int = STEPS, group_size: int = 4) -> list[str]:
     return broken(run.directory, Promises(num_steps, 4, group_size, max_staleness, {}, 0.0), [])
 
@@ -126,15 +140,7 @@ def test_attempts_in_an_environment_go_on_while_nobody_drives_the_run(new_run: C
     """The environment and an engine that die meanwhile are replaced by the next command."""
     words = [f"environment.name={GAME}:Digits", "data.source=environment", "data.path=null"]
     words.append(f"trainer.max_steps={ENVIRONMENT_STEPS}")
-    whole, killed = new_run("whole", *words), new_run("killed", *words)
-    whole.begin().finish()
-    killed.kill_after(2, 0.1)
-    killed.kill_after(2, 0.3)
-    for name in ("Environment-0", "Rollout-1"):
-        ray.kill(killed.actor(name))
-    killed.begin().finish()
-    assert killed.kinds.count("placed") == 1
-    assert killed.kinds.count("taken_over") == 2
+    whole, killed = whole_and_killed(new_run, words, ("Environment-0", "Rollout-1"))
     recovered = [event["member"] for event in events_of(killed.directory) if event["kind"] == "recovered"]
     assert sorted(recovered) == ["Environment-0", "Rollout-1"]
     assert not broken_promises(killed, num_steps=ENVIRONMENT_STEPS)
@@ -150,15 +156,7 @@ def test_two_policies_go_on_with_the_next_command(new_run: Callable[..., Run], k
         f"algorithm={DUEL}:two_policies", f"environment.name={DUEL}:Duel", "data.source=environment", "data.path=null",
         f"trainer.max_steps={ENVIRONMENT_STEPS}", *kind,
     ]  # fmt: skip
-    whole, killed = new_run("whole", *words), new_run("killed", *words)
-    whole.begin().finish()
-    killed.kill_after(2, 0.1)
-    killed.kill_after(2, 0.3)
-    for name in ("Trainer-policies-0", "Rollout-1"):
-        ray.kill(killed.actor(name))
-    killed.begin().finish()
-    assert killed.kinds.count("placed") == 1
-    assert killed.kinds.count("taken_over") == 2
+    whole, killed = whole_and_killed(new_run, words, ("Trainer-policies-0", "Rollout-1"))
     assert not broken_promises(killed, num_steps=ENVIRONMENT_STEPS, group_size=2 * 4)
     for policy in POLICIES:
         assert_same_model(whole, killed, f"model/{policy}")

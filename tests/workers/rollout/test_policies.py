@@ -2,8 +2,9 @@
 are in engines of their own, which take their part of what is published."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.workers.rollout.test_engine_contract import (
 )
 
 POLICIES = ("solver", "proposer")
+Subject = TypeVar("Subject", bound=EngineUnderTest)
 
 
 class PoliciesUnderTest(AdapterEngineUnderTest):
@@ -45,16 +47,23 @@ class PoliciesUnderTest(AdapterEngineUnderTest):
         self.model.load_state_dict(self.states[policy])
 
 
+def opened(
+    request: pytest.FixtureRequest, kind: Callable[[str, Path, Path], Subject], model: Path, root: Path
+) -> Iterator[Subject]:
+    """The engine of a fixture, closed after it."""
+    if request.param == "vllm":
+        pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
+        request.getfixturevalue("warm_spawn")
+    subject = kind(request.param, model, root)
+    yield subject
+    subject.close()
+
+
 @pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=VLLM)])
 def served(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PoliciesUnderTest]:
-    if request.param == "vllm":
-        pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
-        request.getfixturevalue("warm_spawn")
-    subject = PoliciesUnderTest(request.param, tiny_model, tmp_path_factory.mktemp("policies"))
-    yield subject
-    subject.close()
+    yield from opened(request, PoliciesUnderTest, tiny_model, tmp_path_factory.mktemp("policies"))
 
 
 def test_each_policy_begins_as_the_model_and_answers_by_its_own_adapter(served: PoliciesUnderTest) -> None:
@@ -145,12 +154,7 @@ class OwnModelUnderTest(EngineUnderTest):
 def own(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OwnModelUnderTest]:
-    if request.param == "vllm":
-        pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
-        request.getfixturevalue("warm_spawn")
-    subject = OwnModelUnderTest(request.param, tiny_model, tmp_path_factory.mktemp("own"))
-    yield subject
-    subject.close()
+    yield from opened(request, OwnModelUnderTest, tiny_model, tmp_path_factory.mktemp("own"))
 
 
 def test_an_engine_loads_the_model_of_its_policy_alone(own: OwnModelUnderTest) -> None:
