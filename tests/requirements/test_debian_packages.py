@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("g++", "chromium", "prometheus", "ip", "tc")
+PROGRAMS = ("g++", "chromium", "prometheus", "umoci", "ip", "tc")
 INSTALL = "install -y --no-install-recommends"
 
 
@@ -164,7 +164,7 @@ def test_one_who_may_use_sudo_installs_by_it(system: System) -> None:
 
 
 def test_the_first_tier_of_tests_needs_a_browser_alone(system: System) -> None:
-    system.lacks("prometheus", "ip", "tc")
+    system.lacks("prometheus", "umoci", "ip", "tc")
     assert system.run("test").returncode == 0
     assert system.installed == []
     system.lacks("chromium")

@@ -1,5 +1,8 @@
-"""Modules of an engine that are loaded layer by layer, and those that are loaded in place."""
+"""Modules of an engine that are loaded layer by layer, and those that are loaded in place; what a process of vLLM asks
+of the kernel."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -70,3 +73,21 @@ def test_a_bias_in_float32_is_loaded_as_it_was_published(layer_by_layer: bool) -
     for name, tensor in published.items():
         assert whole.get_parameter(name).dtype == tensor.dtype
         assert torch.equal(whole.get_parameter(name), tensor)
+
+
+ASKED = """
+import ctypes
+from penstock.workers.weights.vllm.plugin import register
+register()
+import torch
+allowed = ctypes.c_uint64()
+ARCH_PRCTL, GET_PERMISSIONS, TILES = 158, 0x1022, 1 << 18
+tiles = torch.cpu._is_amx_tile_supported()
+assert not tiles or ctypes.CDLL(None).syscall(ARCH_PRCTL, GET_PERMISSIONS, ctypes.byref(allowed)) == 0
+assert bool(allowed.value & TILES) == tiles
+"""
+
+
+def test_a_process_of_vllm_may_use_the_tiles_that_its_cpu_has() -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
