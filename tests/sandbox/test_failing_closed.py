@@ -24,6 +24,7 @@ from penstock.workers.sandbox import sandbox as sandbox_module
 from penstock.workers.sandbox.execution import Limits
 from penstock.workers.sandbox.fence import FencePrograms
 from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.sandbox.workspace import Workspaces
 from tests.sandbox.conftest import HUNGRY, Group, in_a_loop
 
 pytestmark = pytest.mark.real
@@ -54,6 +55,7 @@ async def test_here_code_can_be_fenced_in():
 IN_A_CONTAINER = """
 import asyncio, subprocess
 from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.sandbox.workspace import Workspaces
 for _ in range(8):
     subprocess.run(["true"], check=True)
 async def answer():
@@ -106,6 +108,47 @@ async def test_a_keeper_that_says_nothing_is_not_waited_for_forever(marker, monk
     monkeypatch.setattr(sandbox_worker, "START_S", 0.3)
     monkeypatch.setattr(sandbox_worker, "KEEPER", Path(__file__).with_name("silent.py"))
     assert "TimeoutError" in await refused(marker)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first two processes that are started from now on are killed at once. Returns the numbers of all."""
+    numbers: list[int] = []
+    popen = subprocess.Popen
+
+    def start(words: object, **options: object) -> object:
+        process = popen(words if len(numbers) >= 2 else ["/bin/sh", "-c", "kill -9 $$"], **options)
+        numbers.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return numbers
+
+
+@in_a_loop
+async def test_a_fence_that_is_killed_while_it_starts_is_started_again(starts):
+    async with Sandbox() as sandbox:
+        assert (await sandbox.run_python("print(6 * 7)")).stdout == "42\n"
+    assert len(starts) == 3
+
+
+@in_a_loop
+async def test_fences_that_are_killed_each_time_run_nothing(starts, marker, monkeypatch):
+    monkeypatch.setattr(sandbox_worker, "STARTS", 2)
+    assert "docs/sandbox.md" in await refused(marker)
+    assert len(starts) == 2
+
+
+@in_a_loop
+async def test_a_workspace_whose_fence_is_killed_while_it_starts_has_another(starts, tmp_path):
+    (tree := tmp_path / "tree").mkdir()
+    workspaces = Workspaces()
+    try:
+        async with workspaces.open(tree) as ws:
+            assert (await ws.run("echo 42")).stdout == "42\n"
+    finally:
+        await workspaces.close()
+    assert len(starts) >= 3
 
 
 ORDINARY_USER = """

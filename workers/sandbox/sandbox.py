@@ -38,7 +38,7 @@ from penstock.workers.sandbox.execution import (
     results_of,
 )
 from penstock.workers.sandbox.fence import DEVICES, NAMESPACES, FencePrograms, WorkspaceView
-from penstock.workers.sandbox.sandbox_worker import FenceWorker
+from penstock.workers.sandbox.sandbox_worker import FenceKilled, FenceWorker, standing
 
 _LOG = logging.getLogger("penstock")
 HIDDEN = (
@@ -171,7 +171,7 @@ class Sandbox:
                 worker = None
             if worker is None:
                 with time_limit_paused():
-                    worker = await self._started()
+                    worker = await standing(self._started)
             yield worker
             kept = worker if self.reuse and worker.is_open else None
         finally:
@@ -232,7 +232,7 @@ class BlockingSandbox:
 
 
 async def check(worker: FenceWorker, machine: FencePrograms) -> None:
-    """Check a fence. Raises `SandboxUnavailable` with every hole that is found."""
+    """Check a fence. Raises `SandboxUnavailable` with every hole that is found; `FenceKilled` if it is killed."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory, socket.socket(socket.AF_UNIX) as listener:
         name = f"penstock-{os.getpid()}-{os.urandom(8).hex()}"
         listener.bind(f"\0{name}")
@@ -248,7 +248,8 @@ async def check(worker: FenceWorker, machine: FencePrograms) -> None:
             ending = await worker.execute(request, b"")
     result = results_of(ending, 1, worker.limits)[0]
     if not isinstance(result, Value):
-        raise SandboxUnavailable(
+        failure = FenceKilled if result.reason == "lost" else SandboxUnavailable
+        raise failure(
             f"sandbox: the program that tries the fence from inside failed ({result.reason}: {result.text[-400:]}), so "
             "no code of a model runs."
         )

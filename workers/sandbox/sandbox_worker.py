@@ -15,10 +15,11 @@ import socket
 import struct
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox.cgroup import Cgroup, UsageWatch
@@ -28,6 +29,8 @@ from penstock.workers.sandbox.fence import DEVICES, ETC, FencePrograms, Workspac
 _LOG = logging.getLogger("penstock")
 START_S = 30.0
 """Seconds for a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
+STARTS = 3
+"""Times that a fence is started which is killed meanwhile."""
 GRACE_S = 2.0
 """Seconds after the deadline before the fence is taken down. The keeper itself ends what is late, and reports it."""
 END_S = 5.0
@@ -40,6 +43,22 @@ WORKSPACE_KEEPER = Path(__file__).with_name("inside_workspace.py")
 LOST: dict[str, Any] = {"status": signal.SIGKILL, "cpu_s": 0.0, "seconds": 0.0, "lost": True}
 """Facts on an execution whose end the keeper does not report."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+Worker = TypeVar("Worker", bound="FenceWorker")
+
+
+class FenceKilled(SandboxUnavailable):
+    """A fence that ended without a word before it ran code of a model, as one does that the kernel kills where memory
+    is short."""
+
+
+async def standing(start: Callable[[], Awaitable[Worker]]) -> Worker:
+    """Start a fence, up to `STARTS` times if it is killed meanwhile. Raises `SandboxUnavailable`."""
+    for _ in range(STARTS - 1):
+        with suppress(FenceKilled):
+            return await start()
+    return await start()
 
 
 class FenceWorker:
@@ -84,8 +103,9 @@ class FenceWorker:
         view: WorkspaceView | None = None,
         kind: str = "",
     ) -> Self:
-        """Start a fence. Raises `SandboxUnavailable` if it does not stand. `rehearse`: run once what executions run,
-        which is worth its time from about the third execution. `view`, `kind`: of a workspace (`workspace.py`)."""
+        """Start a fence. Raises `SandboxUnavailable` (or `FenceKilled`) if it does not stand. `rehearse`: run once what
+        executions run, which is worth its time from about the third execution. `view`, `kind`: of a workspace
+        (`workspace.py`)."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -111,7 +131,8 @@ class FenceWorker:
             except (OSError, TimeoutError) as error:
                 worker.close()
                 said = os.pread(stderr, 1000, 0).decode(errors="replace").strip()
-                raise SandboxUnavailable(_help(said or f"{type(error).__name__} {error}")) from None
+                failure = SandboxUnavailable if said or isinstance(error, TimeoutError) else FenceKilled
+                raise failure(_help(said or f"{type(error).__name__} {error}")) from None
             except BaseException:
                 worker.close()
                 raise

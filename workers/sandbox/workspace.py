@@ -28,7 +28,7 @@ from penstock.workers.sandbox.fence import UID, FencePrograms, WorkspaceView
 from penstock.workers.sandbox.original_tree import OriginalTree
 from penstock.workers.sandbox.relay import reaching
 from penstock.workers.sandbox.sandbox import Sandbox, check
-from penstock.workers.sandbox.sandbox_worker import memory_file
+from penstock.workers.sandbox.sandbox_worker import memory_file, standing
 from penstock.workers.sandbox.workspace_worker import CLOSE_S, IDLE_S, WorkspaceWorker
 
 
@@ -453,14 +453,14 @@ class Workspaces:
         """The fence that stands by, or a new one; and start the next."""
         task = self._standby.pop(spec, None)
         if task is None or _has_failed(task):
-            task = asyncio.create_task(self._started(spec))
+            task = asyncio.create_task(standing(lambda: self._started(spec)))
         try:
             worker = await asyncio.shield(task)
         except BaseException:
             _discard(task)
             raise
         if not self._is_closed and spec not in self._standby:
-            self._standby[spec] = asyncio.create_task(self._started(spec))
+            self._standby[spec] = asyncio.create_task(standing(lambda: self._started(spec)))
         return worker
 
     async def _started(self, spec: WorkspaceSpec) -> WorkspaceWorker:
