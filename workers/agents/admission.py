@@ -31,6 +31,8 @@ WEIGHT = 0.05
 """Weight of a report in means: about the last 20 count."""
 NUM_TIMES = 64
 """Times ahead that are looked at, each about a tenth further than the one before."""
+FIRST_SHARE = 0.03
+"""Share of the largest age that no attempt is expected to end before, while nothing is known of their ends."""
 READ_SPEED = 10.0
 """Tokens that a GPU reads, roughly, in the time in which it samples one."""
 
@@ -84,8 +86,8 @@ class EngineReport:
 
 def survival(ended: Floats, alive: Floats, limit: float) -> Callable[[Floats], Floats]:
     """The share of attempts that become older than an age: the estimate of Kaplan and Meier, with one more attempt, of
-    which nothing is known. `ended`: ages at the end. `alive`: ages of those under way. Ages beyond all of these are as
-    likely as each other up to `limit`."""
+    which nothing is known. `ended`: ages at the end. `alive`: ages of those under way. Of attempts that are older than
+    all of these, as many end in each doubling of the age, up to `limit`."""
     ended, known = np.sort(ended), np.sort(np.concatenate([ended, alive]))
     oldest = known[-1] if len(known) else 0.0
     place_among_equals = np.arange(len(ended)) - np.searchsorted(ended, ended)
@@ -93,7 +95,8 @@ def survival(ended: Floats, alive: Floats, limit: float) -> Callable[[Floats], F
     shares = np.concatenate([[1.0], np.cumprod(1 - 1 / num_as_old)])
 
     def share(ages: Floats) -> Floats:
-        beyond = np.clip((limit - ages) / (limit - oldest), 0.0, 1.0)
+        first = max(oldest, FIRST_SHARE * limit)
+        beyond = np.clip(np.log(limit / np.maximum(ages, first)) / np.log(limit / first), 0.0, 1.0)
         found: Floats = shares[np.searchsorted(ended, ages, side="right")] * np.where(ages > oldest, beyond, 1.0)
         return found
 

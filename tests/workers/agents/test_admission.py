@@ -1,6 +1,7 @@
 """Attempts begin as the engines' memory allows: the forecast, the gate, and both over simulated engines."""
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,9 @@ def test_before_the_first_report_one_attempt_is_under_way() -> None:
 
 
 def test_at_first_attempts_may_end_at_any_length() -> None:
-    """Ten of the full length fit. Of those that end anywhere on the way, a half is alive at half of it: 40."""
-    for num_actors, number in ((1, 40), (2, 20)):
+    """Ten of the full length fit. Where as many end in each doubling of the length, from 3% of it on, those that are
+    alive at a length have most memory at 1/e of the full one: 10 e ln(1 / 0.03) = 95."""
+    for num_actors, number in ((1, 95), (2, 47)):
         control = AdmissionControl(1024, num_actors, follows=True)
         control.report({"a": report()}, 0.0)
         assert control.limit(0) == pytest.approx(number, rel=0.02)
@@ -152,7 +154,7 @@ def test_engines_that_report_no_memory_have_no_limit() -> None:
 def test_shares_that_survive_count_those_that_have_not_ended() -> None:
     share = survival(np.array([10.0, 20.0]), np.array([15.0]), 100.0)
     assert share(np.array([5.0, 10.0, 20.0])) == pytest.approx([1.0, 3 / 4, 3 / 8])  # one of 4, then one of 2
-    assert share(np.array([60.0, 100.0])) == pytest.approx([3 / 16, 0.0])
+    assert share(np.array([60.0, 100.0])) == pytest.approx([3 / 8 * math.log(100 / 60) / math.log(100 / 20), 0.0])
 
 
 LOADS = st.builds(
