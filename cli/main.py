@@ -264,6 +264,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     LENGTHS,
     PILOT,
     argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time"),
+    argument("--price", metavar="KIND=MONEY,…", help="of a GPU for an hour, as in h100=2.5: plans say what they cost"),
     argument(
         "--probe", metavar="N[:MINUTES]",
         help="run the best N plans for some steps each, where they are to run, and keep the fastest",
@@ -332,6 +333,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
     return Sweep(points, directory, arguments.jobs or jobs, Console()).run()
 
 
+def _price(text: str) -> float:
+    """The money of `2.5`, and of `h100=2.5`, as `plan` takes it."""
+    price = float(text.rpartition("=")[2])
+    if not 0 <= price < float("inf"):
+        raise ValueError
+    return price
+
+
 @command(
     "report", "rebuild report.html and the plots of a run",
     argument("runs", nargs="+", help="a run's directory or URL, e.g. runs/arithmetic-20260101-120000"),
@@ -339,13 +348,19 @@ def _sweep(arguments: argparse.Namespace) -> int:
         "--band", action="store_true",
         help="make the band that runs of their recipe are compared with from these runs of different seeds",
     ),
+    argument(
+        "--price", type=_price, default=0.0, metavar="MONEY", help="of a GPU for an hour, as in 2.5: what it cost"
+    ),
 )  # fmt: skip
 def _report(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.observability.charts.known_curves import write_known
     from penstock.orchestrator.observability.reporting.report import report_of
 
-    for place in [write_known(arguments.runs)] if arguments.band else map(report_of, arguments.runs):
-        print(place)
+    if arguments.band:
+        print(write_known(arguments.runs))
+        return 0
+    for run in arguments.runs:
+        print(report_of(run, arguments.price))
     return 0
 
 

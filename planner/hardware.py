@@ -8,7 +8,8 @@ A kind that is not here, or one of another make, is a YAML file in its place: `2
 
 import math
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError, suggest
@@ -36,6 +37,8 @@ class GpuKind:
     """Bytes a second in one direction from a GPU to another node."""
     ray_name: str = ""
     """Value of Ray's label for it (ray.io/accelerator-type)."""
+    price: float = 0.0
+    """Money for an hour of a GPU; 0: not given."""
 
 
 KINDS = {
@@ -106,6 +109,23 @@ def parse_cluster(text: str) -> tuple[Nodes, ...]:
         like = int(numbers[1]), kind_of(name)
         found[like] = found.get(like, 0) + int(numbers[0])
     return tuple(Nodes(count, gpus, kind) for (gpus, kind), count in found.items())
+
+
+def with_prices(cluster: Sequence[Nodes], text: str) -> tuple[Nodes, ...]:
+    """The nodes with the money for an hour of a GPU, as in `h100=2.5,l40s=0.9`. Raises `ConfigError` for a text that is
+    not like this, and for a kind of GPU that has no price then."""
+    prices = dict[str, float]()
+    for part in text.split(","):
+        name, _, price = part.strip().rpartition("=")
+        if not name or not price.replace(".", "", 1).isdigit():
+            raise ConfigError(f"--price {text!r}: write what an hour of a GPU costs, as in h100=2.5,l40s=0.9.")
+        prices[kind_of(name).name] = float(price)
+    priced = tuple(
+        replace(one, kind=replace(one.kind, price=prices.get(one.kind.name, one.kind.price))) for one in cluster
+    )
+    if missing := [one.kind.name for one in priced if not one.kind.price]:
+        raise ConfigError(f"--price {text!r}: the cluster has {', '.join(missing)} too. Give {missing[0]}=…")
+    return priced
 
 
 def kind_of(name: str) -> GpuKind:

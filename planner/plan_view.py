@@ -30,6 +30,7 @@ from penstock.planner.calibration import (
 )
 from penstock.planner.candidates import with_keys
 from penstock.planner.cost_model import describe_kernel_sources
+from penstock.planner.hardware import with_prices
 from penstock.planner.lengths import Lengths
 from penstock.planner.plan_inputs import (
     nodes_here,
@@ -112,6 +113,8 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
     search = search_of(config, asked.cluster, asked.lengths, nodes)
     if pilot is not None:
         search = calibrated(search, pilot)
+    if asked.price:
+        search = replace(search, cluster=with_prices(search.cluster, asked.price))
     if asked.within:
         search = cheapest(search, parse_hours(asked.within))
     classes = best_classes(search)
@@ -215,13 +218,15 @@ def table_of(plans: Sequence[Plan]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("way", "engines", "ranks"):
         table.add_column(column, no_wrap=True)
-    for column in ("s/step", "tok/s", "GPU-h*", "GiB", "host", "idle**"):
+    priced = [] if not plans or not plans[0].cost else ["cost*"]
+    for column in ("s/step", "tok/s", "GPU-h*", *priced, "GiB", "host", "idle**"):
         table.add_column(column, justify="right", no_wrap=True)
     for plan in plans:
         peaks, found = plan.memory.peaks(), plan.found
         table.add_row(
             _way(plan), _engines(plan), _ranks(plan), f"{plan.step_s:.1f}",
-            f"{found.tokens_per_s:,.0f}", f"{plan.gpu_hours:,.0f}", f"{max(peaks.values()) / GIB:.0f}",
+            f"{found.tokens_per_s:,.0f}", f"{plan.gpu_hours:,.0f}",
+            *(f"{plan.cost:,.0f}" for _ in priced), f"{max(peaks.values()) / GIB:.0f}",
             f"{required_host_bytes(plan.host) / GIB:,.0f}",
             f"{100 * found.engines_idle:.0f} {100 * found.ranks_idle:.0f}",
         )  # fmt: skip

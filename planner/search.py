@@ -79,6 +79,15 @@ class Plan:
         return 1000 * self.step_s * self.candidate.num_gpus / 3600
 
     @property
+    def cost(self) -> float:
+        """Money of 1,000 steps; 0 where the GPUs have no prices."""
+        candidate, tensor = self.candidate, self.config.rollout.tensor_parallel_size
+        apart = self.config.placement == "disaggregated"
+        gpus = [(kind, count * tensor) for kind, count in candidate.engines if apart]
+        gpus.append((candidate.ranks, candidate.num_gpus - sum(count for _, count in gpus)))
+        return 1000 * self.step_s / 3600 * sum(kind.price * count for kind, count in gpus)
+
+    @property
     def host(self) -> list[HostPart]:
         """Parts of the host memory of the node with the most ranks, largest first."""
         engines = sum(one.count for one in self.engines)
@@ -312,13 +321,13 @@ def _on_clusters(search: Search) -> Iterator[Iterator[tuple[str, Search]]]:
 
 
 def cheapest(search: Search, hours: float) -> Search:
-    """The part of the cluster on which the run's steps cost the fewest GPU-hours and take no longer. Raises
-    `ResourceError` where all of it takes longer."""
+    """The part of the cluster on which the run's steps cost the least money, or where GPUs have no prices the fewest
+    GPU-hours, and take no longer. Raises `ResourceError` where all of it takes longer."""
     steps, found = search.base.trainer.max_steps, list[tuple[float, Search]]()
     for cluster in _parts(search.cluster):
         part = replace(search, cluster=cluster)
         if part.plans and part.plans[0].step_s * steps <= hours * 3600:
-            found.append((part.plans[0].gpu_hours, part))
+            found.append((part.plans[0].cost or part.plans[0].gpu_hours, part))
     if not found:
         least = plan_of(search).step_s * steps / 3600
         raise ResourceError(

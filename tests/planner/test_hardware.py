@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.planner.hardware import KINDS, GpuKind, kind_of, parse_cluster
+from penstock.planner.hardware import KINDS, GpuKind, kind_of, parse_cluster, with_prices
 from penstock.planner.plan_inputs import kind_of_device
 from penstock.workers.weights.publication.costs import BUSES
 
@@ -98,3 +98,19 @@ def test_a_file_with_a_fault_is_refused_with_the_fault(line: str, wrong: str, wh
 
 def test_each_kind_has_a_bus_that_is_known() -> None:
     assert {kind.bus for kind in KINDS.values()} <= BUSES.keys()
+
+
+def test_prices_are_of_kinds_by_any_of_their_names() -> None:
+    cluster = parse_cluster("2x8:h100,1x4:l40s")
+    priced = with_prices(cluster, "H100-80GB=2.5, l40s=0.9")
+    assert [one.kind.price for one in priced] == [2.5, 0.9]
+    assert [one.num_gpus for one in priced] == [16, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("2.5", "as in h100=2.5"), ("h100=much", "as in h100=2.5"), ("h100=2.5", "has l40s too"), ("h9=1", "'h9'")],
+)
+def test_prices_that_cannot_be_used_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_prices(parse_cluster("2x8:h100,1x4:l40s"), text)

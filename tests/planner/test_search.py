@@ -18,6 +18,7 @@ from penstock.orchestrator.configuration.prerequisites import check_packages
 from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import checks
 from penstock.planner.candidates import with_keys
+from penstock.planner.hardware import with_prices
 from penstock.planner.plan_inputs import lengths_of, nodes_by_kind, overrides_of, parse_hours, search_of, uncounted_keys
 from penstock.planner.search import Search, changes_that_fit, cheapest, find_speedups, plan_of
 
@@ -159,6 +160,27 @@ def test_a_plan_that_the_host_has_no_room_for_is_none() -> None:
     small = replace(search, cluster=(replace(nodes, host_bytes=512 * 2**30),))
     with pytest.raises(ResourceError, match=r"GiB of host memory, and a node has 512\.0"):
         small.plan(plan_of(search).candidate)
+
+
+def test_a_plan_costs_what_its_gpus_do_and_the_cheapest_part_is_that_of_least_money() -> None:
+    whole = searched("1x8:h100,1x8:a100", "max_staleness=1")
+    hours = plan_of(whole).step_s * whole.base.trainer.max_steps / 3600 * 20
+    for text, kind in (("h100=1,a100=9", "h100"), ("h100=9,a100=1", "a100")):
+        priced = replace(whole, cluster=with_prices(whole.cluster, text))
+        found = cheapest(priced, hours)
+        assert [nodes.kind.name for nodes in found.cluster] == [kind]
+        assert found.plans[0].cost == pytest.approx(found.plans[0].gpu_hours)
+    even, uneven = (
+        replace(whole, cluster=with_prices(whole.cluster, text)) for text in ("h100=2,a100=2", "h100=4,a100=2")
+    )
+    for plan, dearer in zip(even.best(), uneven.best(), strict=True):
+        assert plan.cost == pytest.approx(2 * plan.gpu_hours)
+        on_h100 = dearer.cost / plan.cost - 1
+        assert (on_h100 > 0) == (
+            "h100" in {plan.candidate.ranks.name, *(kind.name for kind, _ in plan.candidate.engines)}
+        )
+        assert on_h100 < 1 + 1e-9
+    assert plan_of(whole).cost == 0
 
 
 def test_the_cheapest_part_that_is_done_in_time_is_found() -> None:

@@ -40,8 +40,11 @@ class Card:
     good: bool | None = None
 
 
-def cards(numbers: Numbers, config: Mapping[str, Any], events: Sequence[Event], seconds: float) -> list[Card]:
-    """The cards of a run. `seconds`: from its first event to its last. Numbers that it does not have are left out."""
+def cards(
+    numbers: Numbers, config: Mapping[str, Any], events: Sequence[Event], seconds: float, price: float = 0.0
+) -> list[Card]:
+    """The cards of a run. `seconds`: from its first event to its last. `price`: money for an hour of a GPU. Numbers
+    that it does not have are left out."""
     found = [
         _accuracy(numbers),
         _reward(numbers),
@@ -49,6 +52,7 @@ def cards(numbers: Numbers, config: Mapping[str, Any], events: Sequence[Event], 
         _steps(numbers, config),
         _wall_time(numbers, seconds),
         _throughput(numbers),
+        _cost(numbers, events, price),
         _staleness(numbers, config),
         _mismatch(numbers),
         _dropped(numbers),
@@ -138,6 +142,27 @@ def _throughput(numbers: Numbers) -> Card | None:
         return None
     detail = f"{statistics.median(tokens):,.0f} response tokens/s" if tokens else ""
     return Card("Samples per second", f"{statistics.median(values):,.1f}", f"median; {detail}" if detail else "median")
+
+
+def _cost(numbers: Numbers, events: Sequence[Event], price: float) -> Card | None:
+    """The card of GPU-hours, or with a price of money: of all steps, and what a step, a million response tokens and a
+    point of held-out accuracy cost."""
+    placed = [event for event in events if event.get("kind") == "placed"]
+    seconds = numbers["timing_s/step"]
+    hours = float(placed[-1].get("gpus") or 0.0) * np.nansum(seconds) / 3600 if placed else 0.0
+    if not hours:
+        return None
+    cost = hours * (price or 1.0)
+    millions = np.nansum(numbers["perf/tokens_per_s"] * seconds) / 1e6
+    accuracies = _values(numbers, "accuracy/heldout") or [0.0]
+    parts = {
+        "a step": float(np.isfinite(seconds).sum()), "a million response tokens": millions,
+        "a point of held-out accuracy": 100 * (accuracies[-1] - accuracies[0]),
+    }  # fmt: skip
+    detail = [f"{cost / number:.2g} {what}" for what, number in parts.items() if number > 0]
+    if price:
+        return Card("Cost", f"{cost:,.2f}", "; ".join([f"{hours:,.1f} GPU-hours", *detail]))
+    return Card("GPU-hours", f"{hours:,.1f}", "; ".join(detail))
 
 
 def _staleness(numbers: Numbers, config: Mapping[str, Any]) -> Card | None:

@@ -162,20 +162,20 @@ MAX_CHARACTERS = 1500
 """Most rows of samples, and most characters of a text in them."""
 
 
-def report_of(run: str) -> str:
+def report_of(run: str, price: float = 0.0) -> str:
     """Rebuild the report of the run in a directory or at a URL, where it is brought with all that is missing there.
-    Returns the page's place. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take
-    it."""
+    `price`: money for an hour of a GPU; 0: not given. Returns the page's place. Raises `ConfigError` if there is no
+    run, `CheckpointError` for a URL that does not take it."""
     with open_at(run, more=_last_samples) as directory:
         fetch_files(directory, _pictures(directory))
-        page = write_report(directory.path)
+        page = write_report(directory.path, price=price)
         if directory.url is None:
             return str(page)
         upload_all(directory)
         return f"{directory.url}/{page.name}"
 
 
-def write_report(path: str | Path, *, pngs: bool = True) -> Path:
+def write_report(path: str | Path, *, pngs: bool = True, price: float = 0.0) -> Path:
     """(Re)build report.html and plots/ of the run in `path`; returns the page. Raises `ConfigError` if there is no
     run."""
     directory = RunDirectory.open(path)
@@ -183,7 +183,7 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     columns = Columns(directory.metrics_file)
     columns.update()
     charts = with_known(charts_of(columns.keys, config), config)
-    directory.write_text("report.html", page(directory, config, charts, columns))
+    directory.write_text("report.html", page(directory, config, charts, columns, price))
     if pngs:
         write_pngs(charts, columns, directory.plots, marks_of(directory.read_events()))
     return directory.report
@@ -201,8 +201,10 @@ def _pictures(directory: RunDirectory) -> list[str]:
     return [f"{FOLDER}/{name}" for name in dict.fromkeys(named) if NAME.fullmatch(str(name))]
 
 
-def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Chart], columns: Columns) -> str:
-    """The whole HTML document."""
+def page(
+    directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Chart], columns: Columns, price: float = 0.0
+) -> str:
+    """The whole HTML document. `price`: money for an hour of a GPU."""
     events = directory.read_events()
     faults = faults_of(events)
     pictures = EmbeddedPictures(directory.path)
@@ -215,7 +217,7 @@ def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Ch
         description=config.get("description") or "",
         state=_state(events),
         facts=_facts(config, events),
-        cards=cards(columns, config, events, duration_s(events)),
+        cards=cards(columns, config, events, duration_s(events), price),
         numbers={
             "charts": [chart.plain() for chart in charts],
             "curves": drawn(charts, columns),
