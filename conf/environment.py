@@ -128,6 +128,9 @@ class EnvironmentConfig:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Limits of `ctx.sandbox()` and of the tool python: what code that the model wrote may use."""
+    workspace_disk: str | None = None
+    """Directory of each node below which workspaces keep what is changed in them, unless `ctx.workspace(disk=…)` names
+    one. null: it stays in memory, which is faster, and holds the limits exactly."""
 
     def __post_init__(self) -> None:
         one_of("environment.old_turns", self.old_turns, OLD_TURNS)

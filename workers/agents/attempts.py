@@ -305,7 +305,7 @@ class AttemptRunner:
         limits = limits or LIMITS
         if self._config.sandbox.require_cgroup:
             limits = replace(limits, require_cgroup=True)
-        return self._workspaces.open(*arguments, limits=limits, **options)
+        return self._workspaces.open(*arguments, limits=limits, **{"disk": self._config.workspace_disk, **options})
 
     def _toolbox(self, tools: Any) -> Toolbox:
         return Toolbox(tools, self._config, self._threads, self.counts)

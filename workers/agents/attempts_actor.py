@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -44,6 +45,7 @@ from penstock.workers.rollout.rollout_worker import GroupIntake
 from penstock.workers.runtime.async_tasks import cancel_all, contained_task_factory
 from penstock.workers.runtime.processes import children, end_children
 from penstock.workers.runtime.serving import ErrorShare, Progress, ServingActor
+from penstock.workers.sandbox.disk import prepare
 
 REPORT_S, REPORTS_PER_S = 1.0, 200
 """Least number of seconds between two reports of the engines; reports a second of all engines to all actors, above
@@ -109,9 +111,11 @@ class Environments(ServingActor):
         self._others = children()  # of this process, which the environment did not start
 
     async def start(self) -> None:
-        """Make the environment and start the gateway. Raises `ConfigError` for an environment that cannot be made,
-        `ModelError` for a model that cannot chat."""
+        """Make the environment and start the gateway. Raises `ConfigError` for an environment that cannot be made and a
+        disk that cannot be used, `ModelError` for a model that cannot chat."""
         spec, config = self._spec, self._spec.config
+        if config.workspace_disk is not None:
+            await asyncio.to_thread(prepare, Path(config.workspace_disk))
         asyncio.get_running_loop().set_task_factory(contained_task_factory)
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
         rollout, digest = spec.rollout, spec.picture_digest

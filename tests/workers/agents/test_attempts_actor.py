@@ -230,3 +230,11 @@ def test_its_end_is_that_of_what_the_environment_started_and_of_nothing_else(
             assert "sleep 600" not in sleeping()
         finally:
             other.kill()
+
+
+def test_a_disk_that_cannot_be_used_is_named_before_anything_is_played(tmp_path: Path) -> None:
+    (tmp_path / "disk").touch()
+    config = EnvironmentConfig(name="repository", workspace_disk=f"{tmp_path}/disk")
+    spec = EnvironmentSpec("Environment-0", 0, config, RolloutConfig(), "", 0, 1, ())
+    with pytest.raises(ConfigError, match=f"workspace: disk={tmp_path}/disk: Not a directory"):
+        asyncio.run(Environments(spec).start())

@@ -1,6 +1,7 @@
 """An attempt whose policy writes commands: they run in a workspace, and a check of what it changed is its reward."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from penstock.workers.agents.environment import Context, Task
 from penstock.workers.agents.trajectory import COMPLETED, FAILED, TRUNCATED
 from penstock.workers.protocols import Sampling
+from penstock.workers.sandbox.disk import base_on
 from tests.workers.agents.played import TASK, ScriptedEngines, make_runner
 
 pytestmark = pytest.mark.real
@@ -86,3 +88,26 @@ def test_a_policy_repairs_a_tree_and_is_rewarded_by_a_check(tmp_path: Path) -> N
 
     asyncio.run(main())
     assert (tmp_path / "sums.py").read_text() == "def add(a, b):\n    return a - b\n"
+
+
+@pytest.mark.parametrize("named", ["by the configuration", "by the environment"])
+def test_what_is_changed_lies_on_the_disk_that_is_named(tmp_path: Path, named: str) -> None:
+    tree, disk, other = tmp_path / "tree", tmp_path / "disk", tmp_path / "other"
+    for place in (tree, disk, other):
+        place.mkdir()
+
+    class Writes:
+        async def run(self, task: Task, ctx: Context) -> None:
+            options: Any = {"disk": disk} if named == "by the environment" else {}
+            async with ctx.workspace(tree, **options) as ws:
+                await ws.run((await ctx.sample([{"role": "user", "content": "write"}])).answer)
+                ctx.reward(float(len(os.listdir(base_on(disk))) > 0 and not base_on(other).exists()))
+
+    async def main() -> None:
+        default = disk if named == "by the configuration" else other
+        runner = make_runner(Writes(), ScriptedEngines(answers("touch x")), workspace_disk=str(default))
+        attempt = await runner.attempt(TASK, Sampling(max_tokens=40, seed=5))
+        assert (attempt.outcome.kind, attempt.reward) == (COMPLETED, 1.0), attempt.outcome
+        await runner.close()
+
+    asyncio.run(main())
