@@ -176,8 +176,14 @@ class Kernels:
 def kernels_of(shape: ModelShape, kind: GpuKind, parts: int, element_bytes: int, cache_bytes: int) -> Kernels:
     """The measured times of an engine that is split over `parts` GPUs, if there are any."""
     known = KINDS.get(kind.name)
-    if known is None or replace(known, memory_gib=kind.memory_gib) != kind or kind.name not in SYSTEMS:
+    if (
+        known is None
+        or replace(known, memory_gib=kind.memory_gib, price=kind.price) != kind
+        or kind.name not in SYSTEMS
+    ):
         return Kernels(why="not in the tables")
+    if shape.has_own_layers:
+        return Kernels(why="no tables for its layers")
     if (element_bytes, cache_bytes) != (2, 2):
         return Kernels(why="not in bfloat16")
     try:
@@ -271,16 +277,13 @@ class EngineCosts:
     def _touched(self, num_tokens: float) -> float:
         """Parameters that a batch reads. Of the embedding it reads a row a token, which is nothing."""
         shape = self.shape
-        layer: float = shape.attention_parameters + shape.norm_parameters
+        missed = 0.0
         if shape.num_experts:
-            missed = (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
-            layer += shape.mlp_parameters * (1 - missed)
-        else:
-            layer += shape.mlp_parameters
-        return shape.num_layers * layer + shape.head_parameters
+            missed = shape.routed_parameters * (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
+        return shape.num_layers * (shape.layer_parameters - missed) + shape.head_parameters
 
     def _cache_bytes_of_token(self) -> float:
-        heads = self.shape.kv_width // self.shape.head_dim
+        heads = max(1, self.shape.kv_width // self.shape.head_dim)
         return self.cache_bytes * self.shape.cache_elements / min(self.tensor_parallel_size, heads)
 
     def _reduced_s(self, num_tokens: float) -> float:
@@ -306,10 +309,13 @@ def describe_kernel_sources(engines: Iterable[EngineCosts]) -> str:
 
 def active_parameters(shape: ModelShape) -> float:
     """Parameters of the products that one token takes part in: of a mixture, those of its experts and the router."""
-    mlp: float = shape.mlp_parameters
-    if shape.num_experts:
-        mlp = shape.mlp_parameters * shape.experts_per_token / shape.num_experts
-    return shape.num_layers * (shape.attention_parameters + mlp) + shape.head_parameters
+    passed_by = shape.routed_parameters - routed_of_token(shape)
+    return shape.num_layers * (shape.attention_parameters + shape.mlp_parameters - passed_by) + shape.head_parameters
+
+
+def routed_of_token(shape: ModelShape) -> float:
+    """Parameters of the experts of one layer that a token is routed through; 0: the layers are dense."""
+    return shape.routed_parameters * shape.experts_per_token / shape.num_experts if shape.num_experts else 0.0
 
 
 @dataclass(frozen=True)
@@ -369,9 +375,7 @@ class RankCosts:
     def _products_s(self, lengths: Sequence[int], passes: int) -> float:
         """Seconds of `passes` passes over rows. Experts' products attain less than dense ones."""
         shape, rates = self.shape, self.efficiencies
-        experts = 0.0
-        if shape.num_experts:
-            experts = shape.num_layers * shape.mlp_parameters * shape.experts_per_token / shape.num_experts
+        experts = shape.num_layers * routed_of_token(shape)
         dense, tokens = active_parameters(shape) - experts, sum(lengths)
         scores = 2 * shape.num_layers * shape.q_width * sum(length**2 for length in lengths)  # causal: half of both
         dense_flops = (2 * dense * tokens + scores) / rates.training

@@ -11,9 +11,10 @@ keep what ordinary ones of the same widths do.
 import json
 import logging
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # under this name alone; torch's MemTracker is used with it
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.orchestrator.configuration.model_shape import MeasuredParts, ModelShape
+from penstock.orchestrator.configuration.model_shape import LONG_WINDOW, MeasuredParts, ModelShape
 from penstock.workers.models.model_files import longest_context
 from penstock.workers.trainer.models import packed_attention
 
@@ -30,6 +31,13 @@ TOKENS = 512
 """Tokens of the forward. What a layer keeps grows with them."""
 DTYPES = (torch.bfloat16, torch.float32)
 _LOG = logging.getLogger("penstock")
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""It prints a traceback for each operation that cannot be followed."""
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+"""Names in a config.json of a layer's experts, and of those that a token goes through."""
+ROUTED = re.compile(r"(^|\.)experts\.")
+"""Part of the name of an expert's weight that shared experts' have not."""
 
 
 def measured_shape(values: Mapping[str, Any]) -> ModelShape | None:
@@ -45,12 +53,21 @@ def _measured(written: str) -> ModelShape | None:
         for dtype in DTYPES:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 lm = _made(json.loads(written), dtype)
-                with suppress(Exception):  # code of any model
+                with suppress(Exception), _quiet():  # code of any model
                     kept[dtype] = _kept(lm)
         return _shape(lm, kept)
     except Exception as error:  # noqa: BLE001 - code of any model
         _LOG.warning("a model's memory is not known: %s: %s", type(error).__name__, str(error)[:300])
         return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before, FAKE_LOG.disabled = FAKE_LOG.disabled, True
+    try:
+        yield
+    finally:
+        FAKE_LOG.disabled = before
 
 
 def _made(values: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -99,6 +116,14 @@ def _kept(lm: Any) -> float:
     return kept / TOKENS / len(layers)
 
 
+def _growing_layers(config: Any, num_layers: int) -> int:
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if len(kinds) != num_layers:
+        return num_layers
+    is_long = (getattr(config, "sliding_window", None) or math.inf) > LONG_WINDOW
+    return sum(kind == "full_attention" or (kind == "sliding_attention" and is_long) for kind in kinds)
+
+
 def _shape(lm: Any, kept: Mapping[torch.dtype, float]) -> ModelShape:
     config, layers = lm.config.get_text_config(), _layers(lm)
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -106,6 +131,12 @@ def _shape(lm: Any, kept: Mapping[torch.dtype, float]) -> ModelShape:
     kv_width = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
     if latent := getattr(config, "kv_lora_rank", None):  # one latent vector, and one key that is turned (2405.04434)
         kv_width = math.ceil((latent + getattr(config, "qk_rope_head_dim", 0)) / 2)
+    num_experts, per_token = (
+        next((value for name in names if (value := getattr(config, name, None))), 0) for names in (EXPERTS, CHOSEN)
+    )
+    routed = sum(
+        parameter.numel() for layer in layers for name, parameter in layer.named_parameters() if ROUTED.search(name)
+    )
     in_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     linear: Counter[str] = Counter()
     for layer in layers:
@@ -120,9 +151,11 @@ def _shape(lm: Any, kept: Mapping[torch.dtype, float]) -> ModelShape:
         q_width=heads * head_dim,
         kv_width=kv_width,
         head_dim=head_dim,
-        mlp_width=getattr(config, "intermediate_size", None) or 4 * hidden,
+        mlp_width=(routed and getattr(config, "moe_intermediate_size", None)) or config.intermediate_size or 4 * hidden,
         vocabulary=config.vocab_size,
         is_tied=lm.get_output_embeddings().weight is lm.get_input_embeddings().weight,
+        num_experts=num_experts if routed else 0,
+        experts_per_token=per_token if routed else 1,
         longest=longest_context(config.to_dict()),
         measured=MeasuredParts(
             layer_parameters=round(in_layers / len(layers)),
@@ -130,5 +163,7 @@ def _shape(lm: Any, kept: Mapping[torch.dtype, float]) -> ModelShape:
             linear=tuple(sorted(linear.items())),
             kept_bfloat16=of_bfloat16,
             kept_float32=kept.get(torch.float32) or 2 * of_bfloat16,
+            routed_parameters=routed / len(layers),
+            growing_layers=_growing_layers(config, len(layers)),
         ),
     )

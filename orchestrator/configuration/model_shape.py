@@ -24,6 +24,8 @@ from penstock.workers.fresh_model import FAMILY, vision_config, vocabulary_size
 from penstock.workers.models.model_files import CONFIG, longest_context
 
 FLOAT32 = 4
+LONG_WINDOW = 1024
+"""Tokens of a sliding window beyond which its keys and values are counted like those of the whole sequence."""
 
 
 def read_config(path: str, *, may_fetch: bool = False) -> Mapping[str, Any] | None:
@@ -140,6 +142,10 @@ class MeasuredParts:
     kept_bfloat16: float
     """Mean bytes that a layer keeps of a token for backward; 0: not measured."""
     kept_float32: float
+    routed_parameters: float
+    """Mean of all layers, of the experts that a router chooses from."""
+    growing_layers: int
+    """Layers whose keys and values are those of all tokens before, or of more than `LONG_WINDOW` of them."""
 
     def kept(self, element_bytes: int) -> float:
         return self.kept_bfloat16 if element_bytes == 2 else self.kept_float32
@@ -234,6 +240,23 @@ class ModelShape:
         return self.num_experts * (one + self.hidden) if self.num_experts else one
 
     @property
+    def routed_parameters(self) -> float:
+        """Parameters of one layer's experts that a router chooses from, those that every token takes aside; 0: the
+        layers are dense."""
+        if self.measured is not None:
+            return self.measured.routed_parameters
+        return self.mlp_parameters if self.num_experts else 0
+
+    @property
+    def has_own_layers(self) -> bool:
+        """True if no decoder of the kinds that are known here has these widths: with experts beside a dense MLP, latent
+        or linear attention, or short windows."""
+        measured = self.measured
+        if measured is None:
+            return False
+        return bool(self.num_experts) or measured.growing_layers < self.num_layers or self.kv_width % self.head_dim > 0
+
+    @property
     def norm_parameters(self) -> int:
         return 2 * self.hidden + 2 * self.head_dim * self.has_head_norms
 
@@ -298,8 +321,9 @@ class ModelShape:
 
     @property
     def cache_elements(self) -> int:
-        """Elements of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.kv_width
+        """Elements of keys and values of one token in all layers that keep them."""
+        layers = self.num_layers if self.measured is None else self.measured.growing_layers
+        return 2 * layers * self.kv_width
 
 
 def fresh_shape(model: FreshModelConfig) -> ModelShape:

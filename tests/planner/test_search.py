@@ -181,6 +181,7 @@ def test_a_plan_costs_what_its_gpus_do_and_the_cheapest_part_is_that_of_least_mo
         )
         assert on_h100 < 1 + 1e-9
     assert plan_of(whole).cost == 0
+    assert [plan.step_s for plan in even.best()] == [plan.step_s for plan in whole.best()]
 
 
 def test_the_cheapest_part_that_is_done_in_time_is_found() -> None:

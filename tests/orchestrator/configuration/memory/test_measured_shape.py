@@ -15,6 +15,7 @@ from penstock.orchestrator.configuration.memory_view import MemoryView
 from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.orchestrator.configuration.rank_memory import RankSetting, layer_saved
 from penstock.orchestrator.configuration.resolved import resolve
+from penstock.planner.cost_model import active_parameters
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 200,
@@ -74,6 +75,35 @@ def test_latent_attention_caches_one_vector_a_layer() -> None:
     shape = measured_shape({"model_type": "deepseek_v3"} | SIZES | MODELS["deepseek_v3"])
     assert shape is not None
     assert shape.cache_elements == 3 * (24 + 8)
+
+
+LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 16,
+          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+          "linear_value_head_dim": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "routed", "growing"),
+    [
+        ("qwen2_moe", {}, 3 * 4 * 3 * 64 * 32, 3),
+        ("deepseek_v3", {}, 2 * 4 * 3 * 64 * 32, 3),  # the first layer is dense
+        ("gpt_oss", {"sliding_window": 128}, 3 * 4 * (3 * 64 * 96 + 2 * 96 + 64), 1),
+        ("gpt_oss", {"sliding_window": 4096}, 3 * 4 * (3 * 64 * 96 + 2 * 96 + 64), 3),
+        ("qwen3_next", LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 48} | EXPERTS,
+         3 * 4 * 3 * 64 * 32, 1),
+        ("qwen3_5_text", LINEAR, 0, 1),
+    ],
+)  # fmt: skip
+def test_a_token_passes_by_experts_and_layers_without_a_cache(
+    kind: str, sizes: dict[str, Any], routed: int, growing: int
+) -> None:
+    shape = measured_shape({"model_type": kind} | SIZES | MODELS.get(kind, {}) | sizes)
+    assert shape is not None
+    assert shape.num_layers * shape.routed_parameters == pytest.approx(routed)
+    assert (shape.num_experts, shape.experts_per_token) == ((4, 2) if routed else (0, 1))
+    in_layers = shape.num_layers * (shape.attention_parameters + shape.mlp_parameters)
+    assert active_parameters(shape) == pytest.approx(in_layers - routed / 2 + shape.head_parameters)
+    assert shape.cache_elements == 2 * growing * shape.kv_width
 
 
 @pytest.mark.parametrize("values", [{"model_type": "of somebody"}, {"model_type": "mamba"}, {}, {"model_type": "clip"}])
