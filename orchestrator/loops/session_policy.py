@@ -107,9 +107,9 @@ class SavedStates:
         try:
             files = await self._written(places)
             await self._fleet.collect(directory, places)
-            told = {"format": FORMAT, "files": [asdict(file) for file in files], "counters": dict(counters)}
+            manifest = {"format": FORMAT, "files": [asdict(file) for file in files], "counters": dict(counters)}
             await asyncio.to_thread(sync, directory)
-            write_text(f"{path}/{MANIFEST}", json.dumps(told, indent=1))
+            write_text(f"{path}/{MANIFEST}", json.dumps(manifest, indent=1))
         except BaseException:
             with contextlib.suppress(PenstockError, OSError):
                 await self._fleet.discard(directory, places)
@@ -143,14 +143,14 @@ class SavedStates:
 def _read(path: str) -> tuple[list[SavedFile], dict[str, int]]:
     """The files and counters of a state."""
     try:
-        told = json.loads(read_text(f"{path}/{MANIFEST}"))
+        manifest = json.loads(read_text(f"{path}/{MANIFEST}"))
     except FileNotFoundError:
         raise DataError(f"{path}: no state is there. Give the path that `save` has returned.") from None
     except ValueError as error:
         raise DamagedCheckpoint(f"{path}/{MANIFEST} is no JSON: {error}. Load another state.") from None
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}/{MANIFEST} is not of format {FORMAT}: another version of Penstock wrote it.")
-    return [SavedFile(**file) for file in told["files"]], dict(told["counters"])
+    return [SavedFile(**file) for file in manifest["files"]], dict(manifest["counters"])
 
 
 class SampleCalls:

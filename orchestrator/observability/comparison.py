@@ -91,10 +91,10 @@ def compare(before: Mapping[int, Line], now: Mapping[int, Line]) -> tuple[int, D
 
 def verdict(same: int, difference: Difference | None) -> str:
     """The outcome of a comparison in a sentence or two."""
-    told = f"the same bits up to step {same}" if same else ""
+    same_text = f"the same bits up to step {same}" if same else ""
     if difference is None:
-        return told or "no step was compared"
-    return f"{told}; {difference.text()}" if told else difference.text()
+        return same_text or "no step was compared"
+    return f"{same_text}; {difference.text()}" if same_text else difference.text()
 
 
 def loose_ends(config: Mapping[str, Any]) -> Iterator[str]:

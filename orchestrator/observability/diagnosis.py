@@ -299,10 +299,10 @@ def other_distribution(history: History, config: DiagnosisConfig, max_staleness:
     turns = sum(history.last("environment/turns"))
     if not turns or not any(counts.values()):
         return None
-    told = ", ".join(f"{count:g} {kind}" for kind, count in counts.items() if count)
+    listed = ", ".join(f"{count:g} {kind}" for kind, count in counts.items() if count)
     return Finding(
         "other_distribution",
-        f"of {turns:g} turns some were not sampled from what the trainer computes at any temperature: {told}",
+        f"of {turns:g} turns some were not sampled from what the trainer computes at any temperature: {listed}",
         "Sample what is trained without temperature 0, structure, top_p, top_k and min_p, or correct for it "
         "(algorithm.correction). environment.gateway.sampling=run leaves out what clients send.",
         HINT,
@@ -366,10 +366,10 @@ def dropped(history: History, config: DiagnosisConfig, max_staleness: int) -> Fi
     every = sum(lost.values()) + history.increase("store/rows_trained")
     if not lost or sum(lost.values()) <= config.dropped_share * every:
         return None
-    told = ", ".join(f"{reason} {count:g}" for reason, count in sorted(lost.items(), key=lambda item: -item[1]))
+    listed = ", ".join(f"{reason} {count:g}" for reason, count in sorted(lost.items(), key=lambda item: -item[1]))
     return Finding(
         "dropped",
-        f"{sum(lost.values()) / every:.0%} of the samples of the last {history.window} steps were dropped: {told}",
+        f"{sum(lost.values()) / every:.0%} of the samples of the last {history.window} steps were dropped: {listed}",
         "`penstock status` says what their workers said of them.",
     )
 

@@ -228,24 +228,24 @@ class StepTrace:
 
     async def _write(self, closed: ClosedStep) -> None:
         try:
-            told = WorkReport.of(await self._work(), self._clock())
+            report = WorkReport.of(await self._work(), self._clock())
         except PenstockError:  # the step's line says that it lacks the store's part
-            told = None
+            report = None
         spans = self._directory.timeline.take()
         members = {TRAINER: self._names(TRAINER), ENGINES: self._names("rollout")}
         awaited = {lane: what for lane, what in self._awaited().items() if lane not in members[TRAINER]}
-        await asyncio.to_thread(self._record, closed, told, spans, members, awaited)
+        await asyncio.to_thread(self._record, closed, report, spans, members, awaited)
 
     def _record(
         self,
         closed: ClosedStep,
-        told: WorkReport | None,
+        report: WorkReport | None,
         spans: Sequence[Span],
         members: Mapping[str, Sequence[str]],
         awaited: Mapping[str, str],
     ) -> None:
         """Write the line, in a thread: only the next step's line waits for it."""
-        self._directory.log_spans(traced(closed, told, spans, members, awaited))
+        self._directory.log_spans(traced(closed, report, spans, members, awaited))
 
 
 def spans_of_ranks(names: Sequence[str], step: int, reports: Sequence[StepReport], end: float) -> list[list[Span]]:
@@ -261,15 +261,15 @@ def spans_of_ranks(names: Sequence[str], step: int, reports: Sequence[StepReport
 
 def traced(
     closed: ClosedStep,
-    told: WorkReport | None,
+    report: WorkReport | None,
     spans: Sequence[Span],
     members: Mapping[str, Sequence[str]],
     awaited: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The line of `spans.jsonl` of a step. `told`: the store's part; None: it did not answer. `spans`: the controller's
-    and the ranks'. `members`: of the roles that a lane stands for. `awaited`: what members wait for when they do
-    nothing."""
-    work, admitted = (told.work, told.admitted) if told is not None else ((), {})
+    """The line of `spans.jsonl` of a step. `report`: the store's part; None: it did not answer. `spans`: the
+    controller's and the ranks'. `members`: of the roles that a lane stands for. `awaited`: what members wait for when
+    they do nothing."""
+    work, admitted = (report.work, report.admitted) if report is not None else ((), {})
     mine = [span for span in spans if span.lane == TRAINER and span.name != WAIT]
     lane = closed.rank[0].lane if closed.rank else TRAINER
     rank = [*closed.rank, *(Span(lane, span.name, span.start, span.end) for span in mine)]
@@ -277,9 +277,9 @@ def traced(
     path = critical_path(closed.start, closed.end, rank, others, work, admitted, closed.groups)
     text = sentence(closed.step, closed.end - closed.start, path)
     lanes = lanes_of(spans, work, {lane: names for lane, names in members.items() if names})
-    if told is not None:
+    if report is not None:
         lanes = with_waits(lanes, closed.start, closed.end, awaited)
-    missed = None if told is None else told.missed
+    missed = None if report is None else report.missed
     return line_of(closed, lanes, path, text, missed)
 
 

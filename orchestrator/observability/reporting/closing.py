@@ -50,8 +50,8 @@ def print_summary(
     if url is not None:
         console.print(f"also in   {_short(run.path)}", markup=False, soft_wrap=True)
     elif _is_temporary(run.path):
-        told = "Ray deletes this copy of the working directory after the job. output_dir=PATH or a URL keeps the files"
-        console.print(f"          [yellow]{told}[/]", soft_wrap=True)
+        note = "Ray deletes this copy of the working directory after the job. output_dir=PATH or a URL keeps the files"
+        console.print(f"          [yellow]{note}[/]", soft_wrap=True)
     console.print("\n[bold]Try next[/]")
     for command, meaning in next_steps(config, run, words):
         console.print(f"  {command}", markup=False, soft_wrap=True)
@@ -84,15 +84,15 @@ def next_steps(config: RunConfig, run: RunDirectory, words: Sequence[str] | None
     steps = []
     model = [f"model.path={_short(run.model)}"] if run.model.is_dir() and not _is_temporary(run.model) else []
     if config.max_staleness == 0 and config.algorithm.name != "sft" and config.placement != "colocated":
-        told = "generation runs one step ahead of training: compare samples/s"
-        steps.append((_command("run", words, "max_staleness=1"), told))
+        hint = "generation runs one step ahead of training: compare samples/s"
+        steps.append((_command("run", words, "max_staleness=1"), hint))
     if config.recipe_name == "arithmetic":
-        told = "sums of three numbers" + (", from the model just trained" if model else "")
-        steps.append((_command("run", words, "data.options.max_terms=3", *model), told))
-        told = "a reward of your own: see README.md"
-        steps.append((_command("run", words, "reward.function=my_reward.py:score"), told))
-        told = "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl"
-        steps.append((_command("run", ["recipe=gsm8k", "model=tiny", "trainer.max_steps=2"]), told))
+        hint = "sums of three numbers" + (", from the model just trained" if model else "")
+        steps.append((_command("run", words, "data.options.max_terms=3", *model), hint))
+        hint = "a reward of your own: see README.md"
+        steps.append((_command("run", words, "reward.function=my_reward.py:score"), hint))
+        hint = "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl"
+        steps.append((_command("run", ["recipe=gsm8k", "model=tiny", "trainer.max_steps=2"]), hint))
     steps.append((_command("validate", words), "every key that can be set, and the dataflow"))
     return steps
 

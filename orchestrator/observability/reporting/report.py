@@ -75,24 +75,24 @@ class EmbeddedPictures:
     def style(self) -> str:
         return "\n".join(self._rules)
 
-    def of_text(self, text: str, names: Sequence[Any], told: Callable[[str], str]) -> list[Piece]:
+    def of_text(self, text: str, names: Sequence[Any], clip: Callable[[str], str]) -> list[Piece]:
         """Pieces of a prompt's last text: its marks are the last pictures, and what stands before it had the others.
-        `names`: those in `pictures/`; None for one that was not kept. `told`: the text, or its beginning."""
+        `names`: those in `pictures/`; None for one that was not kept. `clip`: the text, or its beginning."""
         if not names:
-            return [told(text)]
+            return [clip(text)]
         num_earlier = max(0, len(names) - text.count(MARK))
-        first, *rest = told(text).split(MARK)
+        first, *rest = clip(text).split(MARK)
         pieces: list[Piece] = [*map(self._shown, names[:num_earlier]), first]
         for number, after in enumerate(rest, num_earlier):
             pieces += [self._shown(names[number]) if number < len(names) else MARK, after]
         return pieces
 
-    def of_parts(self, parts: Sequence[Any], names: Sequence[Any], told: Callable[[str], str]) -> list[Piece]:
-        """Pieces of a message in parts. `told`: as `of_text` takes it."""
+    def of_parts(self, parts: Sequence[Any], names: Sequence[Any], clip: Callable[[str], str]) -> list[Piece]:
+        """Pieces of a message in parts. `clip`: as `of_text` takes it."""
         return [
             self._shown(_entry(names, part.get("picture")))
             if isinstance(part, dict) and part.get("type") == "image"
-            else told(str(part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part))
+            else clip(str(part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part))
             for part in parts
         ]
 
@@ -289,11 +289,11 @@ def _state(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, str]:
-    told = {key: value for key, value in event.items() if key not in ("time", "kind") and value is not None}
+    facts = {key: value for key, value in event.items() if key not in ("time", "kind") and value is not None}
     return {
         "time": str(event.get("time", ""))[11:19],
         "kind": str(event.get("kind", "")),
-        "details": ", ".join(f"{key}={_short(value)}" for key, value in told.items()),
+        "details": ", ".join(f"{key}={_short(value)}" for key, value in facts.items()),
     }
 
 
@@ -360,9 +360,9 @@ def sample_rows(rows: Sequence[Mapping[str, Any]], pictures: EmbeddedPictures) -
         said = _said(row, pictures)
         begin = (str(task.get("environment_task", prompt)), []) if said else (prompt, names)
         first = begin != last_prompt
-        told = [] if said else pictures.of_text(prompt, names, _clip)
+        pieces = [] if said else pictures.of_text(prompt, names, _clip)
         advantage = _mean(row.get("advantage"))
-        result.append(SampleRow(told, response, answer, row.get("reward"), advantage, shown, first, said))
+        result.append(SampleRow(pieces, response, answer, row.get("reward"), advantage, shown, first, said))
         last_prompt = begin
     return result
 
@@ -379,10 +379,10 @@ def _said(row: Mapping[str, Any], pictures: EmbeddedPictures) -> list[tuple[str,
             content = message.get("content")
             if isinstance(content, list):
                 seen = pictures.of_parts(content, row.get(COLUMN) or [], _clip)
-                told = [*seen, _clip(_text(message | {"content": None}))]
+                pieces = [*seen, _clip(_text(message | {"content": None}))]
             else:
-                told = [_clip(_text(message))]
-            found.append((" ".join(str(message[key]) for key in ("role", "policy") if key in message), told))
+                pieces = [_clip(_text(message))]
+            found.append((" ".join(str(message[key]) for key in ("role", "policy") if key in message), pieces))
     return found
 
 

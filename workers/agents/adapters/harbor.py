@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from penstock.conf.errors import ConfigError, NotPlainData
-from penstock.workers.agents.adapters.repository import AGENT_S, COMMAND_S, Solver, Trials, limits_of, told
+from penstock.workers.agents.adapters.repository import AGENT_S, COMMAND_S, Solver, Trials, limits_of, output_of
 from penstock.workers.agents.environment import Context, Task, environment
 from penstock.workers.sandbox.execution import ProgramOutcome, parse
 from penstock.workers.sandbox.workspace import PROTECTED, Workspace
@@ -128,7 +128,7 @@ class Harbor:
             return ""
         return (
             "its own solution/solve.sh earns nothing here, so no policy can. What does the task need that is not "
-            f"there? It said: {told(solved)[-500:]}; its tests: {told(judged)[-1000:]}"
+            f"there? It said: {output_of(solved)[-500:]}; its tests: {output_of(judged)[-1000:]}"
         )
 
 

@@ -116,7 +116,8 @@ class Repository:
             return ""
         return (
             f"{len(missing)} of its {len(required)} tests do not pass here with its own patch, so no policy is right: "
-            f"{', '.join(missing)[:300]}. Does environment.options.show have all that they need? {told(outcome)[-800:]}"
+            f"{', '.join(missing)[:300]}. Does environment.options.show have all that they need? "
+            f"{output_of(outcome)[-800:]}"
         )
 
 
@@ -159,7 +160,7 @@ class Solver:
         if not outcome.is_success:
             ctx.count("agents_failed")
             if not ctx.turns:
-                raise RuntimeError(f"{AGENT} has not asked the policy: {told(outcome)[-1000:]}")
+                raise RuntimeError(f"{AGENT} has not asked the policy: {output_of(outcome)[-1000:]}")
 
 
 def inside(ctx: Context) -> dict[str, str]:
@@ -191,12 +192,12 @@ def bash_of(shell: Shell, timeout_s: float) -> Any:
 
     async def bash(command: str) -> str:
         """Run a command in the repository. The directory and variables stay for the next command."""
-        return told(await shell.run(command, timeout_s))
+        return output_of(await shell.run(command, timeout_s))
 
     return bash
 
 
-def told(outcome: ProgramOutcome) -> str:
+def output_of(outcome: ProgramOutcome) -> str:
     """What the policy reads of a command."""
     end = f"exit code {outcome.exit_code}" if outcome.reason == "exited" else f"ended: {outcome.reason}"
     return f"{outcome.stdout}{outcome.stderr}[{end}]"
