@@ -162,7 +162,7 @@ def test_a_plan_that_the_host_has_no_room_for_is_none() -> None:
         small.plan(plan_of(search).candidate)
 
 
-def test_a_plan_costs_what_its_gpus_do_and_the_cheapest_part_is_that_of_least_money() -> None:
+def test_a_plan_costs_what_its_gpus_do_and_the_cheapest_is_found() -> None:
     whole = searched("1x8:h100,1x8:a100", "max_staleness=1")
     hours = plan_of(whole).step_s * whole.base.trainer.max_steps / 3600 * 20
     for text, kind in (("h100=1,a100=9", "h100"), ("h100=9,a100=1", "a100")):
