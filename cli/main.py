@@ -356,11 +356,9 @@ def _report(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.observability.charts.known_curves import write_known
     from penstock.orchestrator.observability.reporting.report import report_of
 
-    if arguments.band:
-        print(write_known(arguments.runs))
-        return 0
-    for run in arguments.runs:
-        print(report_of(run, arguments.price))
+    reports = (report_of(run, arguments.price) for run in arguments.runs)
+    for place in [write_known(arguments.runs)] if arguments.band else reports:
+        print(place)
     return 0
 
 

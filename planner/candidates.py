@@ -191,7 +191,7 @@ def _engines(
 
 
 def _can_split(shape: ModelShape, parts: int, gpus_per_node: int) -> bool:
-    heads = shape.kv_width // shape.head_dim
+    heads = shape.kv_heads
     return parts <= gpus_per_node and shape.heads % parts == 0 and (heads % parts == 0 or parts % heads == 0)
 
 

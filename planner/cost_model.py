@@ -176,11 +176,7 @@ class Kernels:
 def kernels_of(shape: ModelShape, kind: GpuKind, parts: int, element_bytes: int, cache_bytes: int) -> Kernels:
     """The measured times of an engine that is split over `parts` GPUs, if there are any."""
     known = KINDS.get(kind.name)
-    if (
-        known is None
-        or replace(known, memory_gib=kind.memory_gib, price=kind.price) != kind
-        or kind.name not in SYSTEMS
-    ):
+    if known is None or replace(known, memory_gib=kind.memory_gib) != kind or kind.name not in SYSTEMS:
         return Kernels(why="not in the tables")
     if shape.has_own_layers:
         return Kernels(why="no tables for its layers")
@@ -228,7 +224,7 @@ def _config_of(shape: ModelShape) -> dict[str, Any]:
     return {
         "model_type": kind[0], "architectures": [kind[1]], "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_width // shape.head_dim, "head_dim": shape.head_dim,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
         "intermediate_size": shape.mlp_width, "moe_intermediate_size": shape.mlp_width,
         "num_experts": shape.num_experts, "num_experts_per_tok": shape.experts_per_token,
         "vocab_size": shape.vocabulary, "tie_word_embeddings": shape.is_tied, "torch_dtype": "bfloat16",
@@ -283,8 +279,7 @@ class EngineCosts:
         return shape.num_layers * (shape.layer_parameters - missed) + shape.head_parameters
 
     def _cache_bytes_of_token(self) -> float:
-        heads = max(1, self.shape.kv_width // self.shape.head_dim)
-        return self.cache_bytes * self.shape.cache_elements / min(self.tensor_parallel_size, heads)
+        return self.cache_bytes * self.shape.cache_elements / min(self.tensor_parallel_size, self.shape.kv_heads)
 
     def _reduced_s(self, num_tokens: float) -> float:
         """Seconds of two all-reduces a layer."""

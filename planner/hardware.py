@@ -9,7 +9,7 @@ A kind that is not here, or one of another make, is a YAML file in its place: `2
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from penstock.conf.errors import ConfigError, suggest
@@ -37,7 +37,7 @@ class GpuKind:
     """Bytes a second in one direction from a GPU to another node."""
     ray_name: str = ""
     """Value of Ray's label for it (ray.io/accelerator-type)."""
-    price: float = 0.0
+    price: float = field(default=0.0, compare=False)
     """Money for an hour of a GPU; 0: not given."""
 
 

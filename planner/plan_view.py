@@ -218,7 +218,7 @@ def table_of(plans: Sequence[Plan]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("way", "engines", "ranks"):
         table.add_column(column, no_wrap=True)
-    priced = [] if not plans or not plans[0].cost else ["cost*"]
+    priced = ["cost*"] if any(plan.cost for plan in plans) else []
     for column in ("s/step", "tok/s", "GPU-h*", *priced, "GiB", "host", "idle**"):
         table.add_column(column, justify="right", no_wrap=True)
     for plan in plans:

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
@@ -116,6 +116,18 @@ def _kept(lm: Any) -> float:
     return kept / TOKENS / len(layers)
 
 
+def _experts(config: Any, layers: Sequence[nn.Module]) -> tuple[int, int, int]:
+    """Experts of a layer, those of a token, and the parameters of all that are chosen from; as of dense layers where
+    the config.json does not say how many."""
+    num_experts, per_token = (
+        next((value for name in names if (value := getattr(config, name, None))), 0) for names in (EXPERTS, CHOSEN)
+    )
+    routed = sum(
+        parameter.numel() for layer in layers for name, parameter in layer.named_parameters() if ROUTED.search(name)
+    )
+    return (num_experts, per_token, routed) if num_experts and per_token and routed else (0, 1, 0)
+
+
 def _growing_layers(config: Any, num_layers: int) -> int:
     kinds = list(getattr(config, "layer_types", None) or ())
     if len(kinds) != num_layers:
@@ -131,12 +143,7 @@ def _shape(lm: Any, kept: Mapping[torch.dtype, float]) -> ModelShape:
     kv_width = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
     if latent := getattr(config, "kv_lora_rank", None):  # one latent vector, and one key that is turned (2405.04434)
         kv_width = math.ceil((latent + getattr(config, "qk_rope_head_dim", 0)) / 2)
-    num_experts, per_token = (
-        next((value for name in names if (value := getattr(config, name, None))), 0) for names in (EXPERTS, CHOSEN)
-    )
-    routed = sum(
-        parameter.numel() for layer in layers for name, parameter in layer.named_parameters() if ROUTED.search(name)
-    )
+    num_experts, per_token, routed = _experts(config, layers)
     in_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     linear: Counter[str] = Counter()
     for layer in layers:
@@ -151,11 +158,13 @@ def _shape(lm: Any, kept: Mapping[torch.dtype, float]) -> ModelShape:
         q_width=heads * head_dim,
         kv_width=kv_width,
         head_dim=head_dim,
-        mlp_width=(routed and getattr(config, "moe_intermediate_size", None)) or config.intermediate_size or 4 * hidden,
+        mlp_width=(routed and getattr(config, "moe_intermediate_size", None))
+        or getattr(config, "intermediate_size", None)
+        or 4 * hidden,
         vocabulary=config.vocab_size,
         is_tied=lm.get_output_embeddings().weight is lm.get_input_embeddings().weight,
-        num_experts=num_experts if routed else 0,
-        experts_per_token=per_token if routed else 1,
+        num_experts=num_experts,
+        experts_per_token=per_token,
         longest=longest_context(config.to_dict()),
         measured=MeasuredParts(
             layer_parameters=round(in_layers / len(layers)),

@@ -24,8 +24,9 @@ from penstock.workers.fresh_model import FAMILY, vision_config, vocabulary_size
 from penstock.workers.models.model_files import CONFIG, longest_context
 
 FLOAT32 = 4
-LONG_WINDOW = 1024
-"""Tokens of a sliding window beyond which its keys and values are counted like those of the whole sequence."""
+LONG_WINDOW = 256
+"""Tokens of a sliding window beyond which its keys and values are counted like those of the whole sequence: shorter
+ones are next to nothing beside it."""
 
 
 def read_config(path: str, *, may_fetch: bool = False) -> Mapping[str, Any] | None:
@@ -255,6 +256,11 @@ class ModelShape:
         if measured is None:
             return False
         return bool(self.num_experts) or measured.growing_layers < self.num_layers or self.kv_width % self.head_dim > 0
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values, by which a cache can be split; 1 for a latent vector."""
+        return max(1, self.kv_width // self.head_dim)
 
     @property
     def norm_parameters(self) -> int:

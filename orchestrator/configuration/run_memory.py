@@ -85,7 +85,7 @@ def engine_memory(shape: ModelShape, config: RolloutConfig, gpu_bytes: float, sh
     b = 2 if config.dtype == "bfloat16" else 4
     parts = config.tensor_parallel_size
     weights = b * shape.num_parameters / parts
-    cache_token = _cache_bytes(config, b) * shape.cache_elements / min(parts, max(1, shape.kv_width // shape.head_dim))
+    cache_token = _cache_bytes(config, b) * shape.cache_elements / min(parts, shape.kv_heads)
     step = _step(shape, config, b)
     if not gpu_bytes:
         return EngineMemory(weights, step, config.kv_cache_gib * 2**30, cache_token)

@@ -55,7 +55,6 @@ async def test_here_code_can_be_fenced_in():
 IN_A_CONTAINER = """
 import asyncio, subprocess
 from penstock.workers.sandbox.sandbox import Sandbox
-from penstock.workers.sandbox.workspace import Workspaces
 for _ in range(8):
     subprocess.run(["true"], check=True)
 async def answer():

@@ -90,12 +90,12 @@ def survival(ended: Floats, alive: Floats, limit: float) -> Callable[[Floats], F
     all of these, as many end in each doubling of the age, up to `limit`."""
     ended, known = np.sort(ended), np.sort(np.concatenate([ended, alive]))
     oldest = known[-1] if len(known) else 0.0
+    first = max(oldest, FIRST_SHARE * limit)
     place_among_equals = np.arange(len(ended)) - np.searchsorted(ended, ended)
     num_as_old = len(known) - np.searchsorted(known, ended) - place_among_equals + 1
     shares = np.concatenate([[1.0], np.cumprod(1 - 1 / num_as_old)])
 
     def share(ages: Floats) -> Floats:
-        first = max(oldest, FIRST_SHARE * limit)
         beyond = np.clip(np.log(limit / np.maximum(ages, first)) / np.log(limit / first), 0.0, 1.0)
         found: Floats = shares[np.searchsorted(ended, ages, side="right")] * np.where(ages > oldest, beyond, 1.0)
         return found
