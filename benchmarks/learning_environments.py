@@ -26,8 +26,8 @@ MEASURES = {
     "best_of_n": ["accuracy/heldout", "accuracy/best_of_8"],
     "parallel_answers": ["accuracy/heldout", "accuracy/alone"],
     "tree": ["accuracy/heldout"],
-    "proposer": ["accuracy/sums"],
-    "tictactoe_two": [f"{player}/heldout_reward/random" for player in ("first", "second")],
+    "proposer": ["accuracy/heldout"],
+    "tictactoe_two": [f"{player}/heldout_reward/heldout" for player in ("first", "second")],
 }
 """Measures that are evaluated, by recipe. A perfect player cannot be beaten: its measure is the reward, 0.5 for a
 draw."""

@@ -242,16 +242,20 @@ class RunConfig:
         may_end = self.evaluates_beside and self.evaluation.stop_at_accuracy is not None
         return self.checkpoint.every_steps > 0 and (self.checkpoint.keep_best > 0 or may_end)
 
-    def with_set(self, name: str) -> "RunConfig":
-        """Return the configuration as if the held-out problems of a set were those of evaluation itself."""
-        data, evaluation = self.evaluation.of_set(name, self.data)
+    def with_held_out(self, name: str | None = None) -> "RunConfig":
+        """Return the configuration as if the held-out problems of a set were those of evaluation itself, and all tasks
+        were the environment's held-out ones. `name`: the set's; None: evaluation's own."""
+        data, evaluation = self.data, self.evaluation
+        if name is not None:
+            data, evaluation = evaluation.of_set(name, data)
         options = self.environment.options | self.environment_changes(name)
         return replace(self, data=data, evaluation=evaluation, environment=replace(self.environment, options=options))
 
-    def environment_changes(self, name: str) -> dict[str, Any]:
-        """What a set changes of the environment's options: its own are those of the data where these are no tasks of
-        the environment."""
-        return (self.evaluation.sets[name].options or {}) if self.data.source == ENVIRONMENT else {}
+    def environment_changes(self, name: str | None = None) -> dict[str, Any]:
+        """What evaluation, or a set of it, changes of the environment's options: its own are those of the data where
+        these are no tasks of the environment."""
+        held_out = self.evaluation if name is None else self.evaluation.sets[name]
+        return (held_out.options or {}) if self.data.source == ENVIRONMENT else {}
 
     @property
     def max_active_groups(self) -> int:

@@ -134,9 +134,9 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
     if others:
         yield Check("other models", lambda: ", ".join(_check_other_model(config, stage) for stage in others))
     if config.evaluation.every_steps:
-        yield Check("held-out data", lambda: _check_data(config, flow, held_out=True))
+        yield Check("held-out data", lambda: _check_data(config.with_held_out(), flow, held_out=True))
         for name in config.evaluation.sets:
-            yield Check(f"held-out {name}", partial(_check_data, config.with_set(name), flow, held_out=True))
+            yield Check(f"held-out {name}", partial(_check_data, config.with_held_out(name), flow, held_out=True))
     for start in run.first_runs:
         name = "warm start" if start is config.warm_start else "first run"
         yield Check(name, partial(_check_first_run, start))

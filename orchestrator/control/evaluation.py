@@ -76,8 +76,7 @@ class HeldOut:
     ) -> "HeldOut":
         """Read the problems of evaluation itself, or of one of its `sets`, at most `num_problems`. `needs_answer`: the
         reward needs their answers. Raises `DataError` if they cannot be read."""
-        options = {} if name is None else config.environment_changes(name)
-        own = config if name is None else config.with_set(name)
+        options, own = config.environment_changes(name), config.with_held_out(name)
         rows_are = "tasks" if own.environment.name is not None else "prompts"
         source = open_source(own, model_path, held_out=True, rows_are=rows_are, needs_answer=needs_answer)
         groups = source.next_groups(min(own.evaluation.num_problems, len(source.dataset)))

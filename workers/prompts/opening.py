@@ -87,7 +87,7 @@ def open_held_out(config: RunConfig) -> HeldOutProblems:
     evaluation = config.evaluation
     if not evaluation.every_steps or evaluation.overlap == "allow":
         return HeldOutProblems()
-    configs = [config, *map(config.with_set, evaluation.sets)]
+    configs = map(config.with_held_out, (None, *evaluation.sets))
     held_out = [open_rows(one, held_out=True) for one in configs]
     return HeldOutProblems.of(dataset for dataset in held_out if dataset is not None)
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -362,6 +364,26 @@ def test_no_problem_of_a_set_is_trained_on() -> None:
         assert held_out is not None
         assert len(held_out) == number
         assert not trained & {held_out.row(index).prompt for index in range(number)}
+
+
+def test_held_out_problems_may_have_options_of_their_own() -> None:
+    words = ["evaluation.options={min_terms: 5, max_terms: 5}", "evaluation.sets={as_trained: {num_problems: 3}}"]
+    config = load_config(["recipe=arithmetic", "evaluation.num_problems=10", *words])
+    own = open_dataset(config.data, config.evaluation, held_out=True)
+    of_set = open_dataset(*config.evaluation.of_set("as_trained", config.data), held_out=True)
+    assert own is not None
+    assert of_set is not None
+    assert all(len(re.findall(r"\d+", own.row(index).prompt)) == 5 for index in range(10))
+    assert all(len(re.findall(r"\d+", of_set.row(index).prompt)) < 5 for index in range(3))
+
+
+def test_held_out_tasks_may_change_the_environments_options() -> None:
+    config = load_config(["recipe=tictactoe_two"])
+    assert config.environment_changes() == {"opponents": ["random"]}
+    assert config.with_held_out().environment.options == {"opponents": ["random"]}
+    assert config.with_held_out("perfect").environment.options == {"opponents": ["perfect"]}
+    assert config.environment.options == {}
+    assert replace(config, data=replace(config.data, source="jsonl")).environment_changes() == {}
 
 
 @pytest.mark.parametrize("name", ["heldout", "7b", "a-b", "a b"])

@@ -125,7 +125,7 @@ def opened(config: RunConfig, **options: Any) -> PromptSource:
 def test_no_held_out_problem_is_drawn_in_two_epochs(kind: str, tmp_path: Path) -> None:
     words = sources(tmp_path)[kind]
     config = load_config([*EVALUATED, *words])
-    of_sets = [config, *map(config.with_set, config.evaluation.sets)]
+    of_sets = map(config.with_held_out, (None, *config.evaluation.sets))
     measured = {text for one in of_sets for text in problems(opened(one, held_out=True), 40)}
     source = opened(config)
     drawn = problems(source, 2 * len(source))

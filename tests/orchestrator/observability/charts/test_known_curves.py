@@ -10,6 +10,7 @@ from rich.console import Console
 from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.observability.charts.known_curves import (
     FILE,
     KnownCurve,
@@ -133,7 +134,7 @@ def test_a_recipe_with_code_beside_it_has_its_band_wherever_it_lies(tmp_path: Pa
 )
 def test_a_shipped_band_is_that_of_the_recipe_as_it_is(name: str) -> None:
     """Who changes a recipe measures it again."""
-    known = KnownCurves.of_config(yaml.safe_load(to_yaml(load_config([f"recipe={name}"]))))
+    known = KnownCurves.of_config(yaml.safe_load(to_yaml(resolve(load_config([f"recipe={name}"])).config)))
     assert known is not None, "penstock report --band makes it anew from runs of three seeds"
     assert len(known.seeds) >= 3
     assert known.cpu
