@@ -213,9 +213,9 @@ class EvaluationConfig:
     """Engines of evaluations' own, besides rollout.num_workers: they load the versions that are measured, and sample
     nothing else. So training goes on with all of its engines meanwhile, with max_staleness=0 too. 0: evaluations share
     the run's engines, as their own are idle between two evaluations."""
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     """Options of the held-out problems, where they are others than those to train on. reasoning_gym: the task's
-    options; `null`: data.options. environment: what its own options are changed by."""
+    options; {}: data.options. environment: what its own options are changed by."""
     num_samples: int = 0
     """Number k of samples of each problem beside the greedy response, by rollout.sampling, for accuracy/heldout_avg@k
     (the share that is right) and accuracy/heldout_pass@k (problems of which one is right at least). They show what a
@@ -268,7 +268,7 @@ class EvaluationConfig:
         """Settings of the held-out problems of a set, as if they were those of evaluation itself."""
         own = self.sets[name]
         if data.source == "reasoning_gym":
-            data = replace(data, path=own.path or data.path)
+            options = data.options if own.options is None else own.options
+            data = replace(data, path=own.path or data.path, options=options)
         seed = self.seed if own.seed is None else own.seed
-        given = {"path": own.path, "options": own.options, "num_problems": own.num_problems}
-        return data, replace(self, **given, seed=seed, sets={})
+        return data, replace(self, path=own.path, seed=seed, num_problems=own.num_problems, options={}, sets={})

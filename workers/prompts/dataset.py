@@ -335,8 +335,9 @@ def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) ->
     """Make problems. Held-out ones are made from their own seed, and left out of those to train on, even in a run that
     does not evaluate: the next run, which starts from its model, may."""
     assert data.path is not None
-    options = data.options if evaluation.options is None else evaluation.options
-    measured = Problems(data.path, options, seed=evaluation.seed, size=evaluation.num_problems)
+    measured = Problems(
+        data.path, evaluation.options or data.options, seed=evaluation.seed, size=evaluation.num_problems
+    )
     if held_out:
         return measured
     size, exclude = data.size or DEFAULT_PROBLEMS, measured.questions()
