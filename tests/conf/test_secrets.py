@@ -120,7 +120,7 @@ def test_all_options_of_a_run_are_hidden_wherever_they_are() -> None:
             if hasattr(section, name):
                 setattr(section, name, {"api_key": VALUE})
                 count += 1
-    assert count == 8
+    assert count == 9
     config = replace(config)
     assert VALUE not in repr(config) + to_yaml(config) + json.dumps(asdict(config))
     assert to_yaml(config).count("api_key: '***'") == count
