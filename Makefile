@@ -95,6 +95,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.ui --json benchmarks/results/ui.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 	$(BIN)/python -m benchmarks.curriculum --json benchmarks/results/curriculum.json $(ARGS)
+	$(BIN)/python -m benchmarks.credit --json benchmarks/results/credit.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning_environments --json benchmarks/results/learning_environments.json $(ARGS)
 
 # What is not in the lock, as it is nobody's but who asks for it; flash-attention without its kernels.
