@@ -9,6 +9,7 @@ its keys, None for one that is not set, if one of them is set; and returns our k
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -99,7 +100,10 @@ def table(framework: Framework) -> str:
     for rule in framework.rules:
         lines.append(f"| {', '.join(f'`{key}`' for key in rule.theirs)} | {rule.ours} | {rule.told} |")
     lines += ["", f"| {framework.name}, without a counterpart | why, or what there is instead |", "|---|---|"]
-    lines += [f"| `{key}{'…' if key[-1] in '._' else ''}` | {why} |" for key, why in framework.without.items()]
+    keys_of: dict[str, list[str]] = defaultdict(list)
+    for key, why in framework.without.items():
+        keys_of[why].append(f"`{key}{'…' if key[-1] in '._' else ''}`")
+    lines += [f"| {', '.join(keys)} | {why} |" for why, keys in keys_of.items()]
     return "\n".join(lines) + "\n"
 
 
