@@ -72,8 +72,8 @@ class WarmStartConfig:
 PLANNED = (
     "placement", "rollout.num_workers", "rollout.tensor_parallel_size", "rollout.num_gpus_per_worker",
     "trainer.num_ranks", "trainer.num_gpus_per_rank", "trainer.tensor_parallel_size", "trainer.sequence_parallel_size",
-    "trainer.shard_size", "trainer.offload", "trainer.activation_checkpointing", "cluster.labels",
-    "cluster.gpu_memory_gib", "plan",
+    "trainer.shard_size", "trainer.offload", "trainer.activation_checkpointing", "trainer.scorer_ranks",
+    "cluster.labels", "cluster.gpu_memory_gib", "plan",
 )  # fmt: skip
 """Keys that plan=auto sets: placement and memory."""
 
@@ -432,9 +432,13 @@ def _check_gpus(config: RunConfig) -> None:
             "these are its ranks'; it would have all its processes on one. Set rollout.num_gpus_per_worker=1, "
             "rollout.tensor_parallel_size=1 or placement=colocated."
         )
-    if scorers_share_gpus(config) and config.trainer.num_scorer_ranks not in (0, config.trainer.num_ranks):
+    trainer = config.trainer
+    numbers = {f"scorer_ranks.{name}": ranks for name, ranks in trainer.scorer_ranks.items()}
+    numbers["num_scorer_ranks"] = trainer.num_scorer_ranks or trainer.num_ranks
+    other = next((key for key, ranks in numbers.items() if ranks != trainer.num_ranks), None)
+    if scorers_share_gpus(config) and other is not None:
         raise ConfigError(
-            f"trainer.num_scorer_ranks={config.trainer.num_scorer_ranks}: a scorer's rank has the GPU of a rank and "
+            f"trainer.{other}={numbers[other]}: a scorer's rank has the GPU of a rank and "
             f"its engine, and trainer.num_ranks={config.trainer.num_ranks}. Leave it out, or give each kind its GPUs: "
             "placement=disaggregated, rollout.num_gpus_per_worker=1 and trainer.num_gpus_per_rank=1."
         )

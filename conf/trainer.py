@@ -165,6 +165,9 @@ class TrainerConfig:
     num_scorer_ranks: int = 0
     """Ranks of each scorer (reference, teacher, reward model), with num_gpus_per_rank GPUs each. 0: num_ranks. Fewer
     hold its weights, where it has GPUs of its own; on those of engines and ranks (placement=colocated) it stays 0."""
+    scorer_ranks: dict[str, int] = field(default_factory=dict)
+    """Ranks of single scorers by name, such as {reference: 2, reward_model: 8}, where models differ in size. Those that
+    are not named have num_scorer_ranks."""
     max_steps: int = 100
     """Steps of this run, each with one update of the policy."""
     groups_per_step: int = 8
@@ -274,6 +277,9 @@ class TrainerConfig:
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
         if self.num_scorer_ranks:
             divides(both, self.ranks_per_row, "trainer.num_scorer_ranks", self.num_scorer_ranks)
+        for name, ranks in self.scorer_ranks.items():
+            at_least(f"trainer.scorer_ranks.{name}", ranks, 1)
+            divides(both, self.ranks_per_row, f"trainer.scorer_ranks.{name}", ranks)
         if self.shard_size:
             divides("trainer.shard_size", self.shard_size, "trainer.num_ranks", self.num_ranks)
             size = self.tensor_parallel_size
@@ -384,12 +390,17 @@ class TrainerConfig:
         """Ranks that have the same rows and split the work on them."""
         return self.tensor_parallel_size * self.sequence_parallel_size
 
-    def of_scorer(self) -> "TrainerConfig":
+    @property
+    def num_shares(self) -> int:
+        """Ranks, or blocks of those that split rows, that get rows of their own."""
+        return self.num_ranks // self.ranks_per_row
+
+    def of_scorer(self, name: str) -> "TrainerConfig":
         """Settings of a scorer, with its own number of ranks: one copy of its model where blocks do not divide it."""
-        if not (ranks := self.num_scorer_ranks):
+        if not (ranks := self.scorer_ranks.get(name, self.num_scorer_ranks)):
             return self
         shard_size = 0 if self.shard_size and ranks % self.shard_size else self.shard_size
-        return replace(self, num_ranks=ranks, num_scorer_ranks=0, shard_size=shard_size)
+        return replace(self, num_ranks=ranks, num_scorer_ranks=0, scorer_ranks={}, shard_size=shard_size)
 
     def alone(self) -> "TrainerConfig":
         """Settings that say what is trained, for one rank on a CPU: it can read the model, whichever engine split
@@ -399,6 +410,7 @@ class TrainerConfig:
             engine=TrainerConfig.engine,
             num_ranks=1,
             num_scorer_ranks=0,
+            scorer_ranks={},
             num_gpus_per_rank=0,
             shard_size=0,
             tensor_parallel_size=1,

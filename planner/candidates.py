@@ -8,6 +8,7 @@ A candidate is the keys that make it, so that it can be written down and run. Mo
 ranks leave is theirs.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from operator import attrgetter
@@ -24,6 +25,11 @@ SIZES = (1, 2, 4, 8)
 """Sizes of tensor and sequence parallelism that are tried."""
 MOST_SPLITS = 24
 """Most numbers of ranks that are tried on one kind of GPU."""
+SCORER_RANKS = "trainer.scorer_ranks"
+"""Key of which candidates keep the numbers that are given."""
+SCORING = (1.0, 0.25)
+"""Shares of the trainer's ranks that a scorer as large as the policy is tried with, where it has GPUs of its own. Its
+forward pass takes a quarter of an update. A larger one gets as many times more ranks, a smaller one fewer."""
 ON_GPUS: Mapping[str, Any] = {
     "rollout.engine": "vllm", "rollout.dtype": "bfloat16", "rollout.enforce_eager": False, "trainer.dtype": "bfloat16",
     "plan": "never",
@@ -68,7 +74,7 @@ class Candidate:
         """The same with the run's own values of keys that no plan changes. None where it would be another split."""
         found = self
         for key, value in self.keys:
-            if not any(one == key or one.startswith(f"{key}.") for one in given):
+            if key == SCORER_RANKS or not any(one == key or one.startswith(f"{key}.") for one in given):
                 continue
             wanted = attrgetter(key)(base)
             if key in ON_GPUS or key == "trainer.offload" or wanted == AUTO:
@@ -88,40 +94,65 @@ class Candidate:
         return config
 
 
-def candidates(base: RunConfig, flow: Dataflow, shape: ModelShape, cluster: Sequence[Nodes]) -> Iterator[Candidate]:
-    """All ways that are worth an estimate."""
-    scorers = len([*flow.of_kind("logprobs"), *flow.of_kind("scores")])
+def candidates(
+    base: RunConfig, flow: Dataflow, shapes: Mapping[str, ModelShape], cluster: Sequence[Nodes]
+) -> Iterator[Candidate]:
+    """All ways that are worth an estimate. `shapes`: of the policy, and of scorers by their models' names."""
+    shape = shapes["policy"]
+    scorers = {
+        stage.name: shapes.get(str(stage.model), shape).num_parameters / shape.num_parameters
+        for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores"))
+    }
     for own in cluster:
         yield from _apart(base, shape, cluster, own, scorers)
         yield from _together(base, shape, cluster, own, scorers)
 
 
 def _apart(
-    base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: int
+    base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: Mapping[str, float]
 ) -> Iterator[Candidate]:
-    """Engines and ranks on GPUs of their own. `own`: the nodes of the ranks."""
-    of_scorers = base.trainer.num_scorer_ranks * scorers
-    most = own.num_gpus - of_scorers if of_scorers else own.num_gpus // (1 + scorers)
-    for num_ranks in _numbers(most, own.gpus):
-        used = num_ranks + (of_scorers or num_ranks * scorers)
+    """Engines, ranks and scorers on GPUs of their own. `own`: the nodes of ranks and scorers."""
+    even = own.num_gpus // (1 + len(scorers))
+    for num_ranks in sorted({*_numbers(own.num_gpus - len(scorers), own.gpus), *_numbers(even, own.gpus)}):
+        ways = [
+            (split, scoring) for split in _splits(shape, num_ranks, own.gpus)
+            for scoring in _scoring(base, scorers, num_ranks, split)
+        ]  # fmt: skip
         for parts in SIZES:
-            engines = _engines(cluster, own, used, parts, shape)
-            count = sum(number for _, number in engines)
-            if not count:
-                continue
-            for split in _splits(shape, num_ranks, own.gpus):
+            for split, scoring in ways:
+                used = num_ranks + sum(scoring.values())
+                engines = _engines(cluster, own, used, parts, shape) if used <= own.num_gpus else ()
+                if not (count := sum(number for _, number in engines)):
+                    continue
                 for staleness in range(base.max_staleness + 1):
                     keys = {
                         "placement": "disaggregated", "max_staleness": staleness, "rollout.num_workers": count,
                         "rollout.tensor_parallel_size": parts, "rollout.num_gpus_per_worker": 1.0,
                         "trainer.num_ranks": num_ranks, "trainer.num_gpus_per_rank": 1.0, **split, **ON_GPUS,
                     }  # fmt: skip
+                    if not base.trainer.num_scorer_ranks and any(ranks != num_ranks for ranks in scoring.values()):
+                        keys[SCORER_RANKS] = scoring
                     keys |= _placed(base, cluster, own.kind, engines, scorers)
                     yield Candidate(tuple(keys.items()), engines, own.kind, used + count * parts)
 
 
+def _scoring(
+    base: RunConfig, scorers: Mapping[str, float], num_ranks: int, split: Mapping[str, Any]
+) -> list[dict[str, int]]:
+    """Numbers of ranks of all scorers that are tried beside so many of the trainer, without those that are given.
+    `scorers`: sizes, by the policy's."""
+    each = split["trainer.tensor_parallel_size"] * split["trainer.sequence_parallel_size"]
+    given = {name: base.trainer.scorer_ranks.get(name, base.trainer.num_scorer_ranks) for name in scorers}
+    found = [
+        {name: given[name] or each * math.ceil(share * size * num_ranks / each) for name, size in scorers.items()}
+        for share in SCORING
+    ]  # fmt: skip
+    found.insert(0, {name: given[name] or num_ranks for name in scorers})
+    return [one for index, one in enumerate(found) if one not in found[:index]]
+
+
 def _together(
-    base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: int
+    base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: Mapping[str, float]
 ) -> Iterator[Candidate]:
     """Engines, ranks and their scorers on the same GPUs in turns. `own`: the nodes that have them."""
     num_ranks = own.num_gpus
@@ -140,7 +171,11 @@ def _together(
 
 
 def _placed(
-    base: RunConfig, cluster: Sequence[Nodes], ranks: GpuKind, engines: Sequence[tuple[GpuKind, int]], scorers: int
+    base: RunConfig,
+    cluster: Sequence[Nodes],
+    ranks: GpuKind,
+    engines: Sequence[tuple[GpuKind, int]],
+    scorers: Collection[str],
 ) -> dict[str, Any]:
     """Keys that hold each role that is on one kind of GPU to its nodes, where there are others, and that say how much
     memory GPUs have of whose kind a run does not know it."""

@@ -458,7 +458,7 @@ class RunDurations:
 
     @cached_property
     def rank(self) -> RankCosts:
-        return self._rank("policy")
+        return self._rank("policy", self.memory.config.trainer)
 
     def prefill_s(self, tokens: int) -> float:
         return self.engine.prefill_s(tokens)
@@ -475,7 +475,7 @@ class RunDurations:
         kind = next((one.kind for one in self.memory.flow.stages if one.name == stage), "")
         if kind in ("logprobs", "scores"):
             name = str(model) if str(model) in self.memory.shapes else "policy"
-            return self._rank(name).score_s([tokens // max(1, num_rows)] * num_rows)
+            return self._rank(name, self.memory.config.trainer.of_scorer(stage)).score_s([tokens // max(1, num_rows)] * num_rows)
         return REWARD_S * num_rows if kind == "reward" else 0.0
 
     @cached_property
@@ -509,9 +509,9 @@ class RunDurations:
         sync, on_device = self.sync(), MOVED * self.memory.publication_bytes / DEVICE_RATE
         return sync.published_s + sync.paused_s - on_device + 2 * (self.turn_s() - other.turn_s())
 
-    def _rank(self, name: str) -> RankCosts:
+    def _rank(self, name: str, config: TrainerConfig) -> RankCosts:
         shape = self.memory.shapes.get(name, self.memory.shapes["policy"])
-        return RankCosts(shape, self.ranks_kind, self.efficiencies, self.memory.config.trainer, self.gpus_per_node)
+        return RankCosts(shape, self.ranks_kind, self.efficiencies, config, self.gpus_per_node)
 
     def _critic_s(self, lengths: Sequence[Sequence[int]]) -> float:
         """Seconds of the critic's values and update, by the same ranks."""

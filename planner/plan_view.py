@@ -41,6 +41,7 @@ from penstock.planner.plan_inputs import (
     write_overrides,
 )
 from penstock.planner.search import (
+    SCORER,
     Plan,
     Search,
     cheapest,
@@ -287,6 +288,9 @@ def _ranks(plan: Plan) -> str:
     parts += [f"TP{trainer.tensor_parallel_size}"] * (trainer.tensor_parallel_size > 1)
     parts += [f"SP{trainer.sequence_parallel_size}"] * (trainer.sequence_parallel_size > 1)
     parts += ["offload"] * trainer.offload
+    if plan.config.placement == "disaggregated":
+        scorers = [name.removeprefix(SCORER) for name in plan.memory.scorers]
+        parts += [f"+ {trainer.of_scorer(name).num_ranks} {name}" for name in scorers]
     several = len(plan.candidate.engines) > 1
     return " ".join(parts) + (f" on {plan.candidate.ranks.name}" if several else "")
 

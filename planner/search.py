@@ -96,14 +96,15 @@ class Plan:
 
 def _host(memory: RunMemory, num_engines: int, gpus: int, num_nodes: int) -> list[HostPart]:
     """Parts of the host memory of the node with the most ranks, largest first. `gpus`: of that node."""
-    config, scorers = memory.config, [name.removeprefix(SCORER) for name in memory.ranks if name.startswith(SCORER)]
-    is_apart = config.placement == "disaggregated"
-    each = 1 + is_apart * len(scorers)
-    ranks = min(config.trainer.num_ranks, gpus // each)
-    engines = min(num_engines, (gpus - is_apart * ranks * each) // config.rollout.tensor_parallel_size)
-    counts = {"trainer": ranks, "rollout": engines, "store": 1}
+    config, is_apart = memory.config, memory.config.placement == "disaggregated"
+    ranks, scorers = min(config.trainer.num_ranks, gpus), dict[str, int]()
+    free = gpus - is_apart * ranks
+    for name in (one.removeprefix(SCORER) for one in memory.scorers):
+        scorers[name] = min(config.trainer.of_scorer(name).num_ranks, free) if is_apart else ranks
+        free -= is_apart * scorers[name]
+    counts = {"trainer": ranks, "rollout": min(num_engines, free // config.rollout.tensor_parallel_size), "store": 1}
     actors = [ActorPlan(role, role) for role, count in counts.items() for _ in range(count)]
-    actors += [ActorPlan(SCORER, "scorer", stage=stage) for stage in scorers for _ in range(ranks)]
+    actors += [ActorPlan(SCORER, "scorer", stage=stage) for stage, count in scorers.items() for _ in range(count)]
     return host_parts(memory, actors, num_nodes, is_own=False)
 
 
@@ -138,7 +139,7 @@ class Search:
     @cached_property
     def candidates(self) -> list[Candidate]:
         """All ways that are worth an estimate, with the keys that are given."""
-        found = candidates(self.base, self.flow, self.shapes["policy"], self.cluster)
+        found = candidates(self.base, self.flow, self.shapes, self.cluster)
         return [kept for one in found if (kept := one.keeping(self.base, self.given)) is not None]
 
     @cached_property
@@ -245,13 +246,12 @@ class Search:
 
     def _workload(self, memory: RunMemory) -> Workload:
         config, flow = memory.config, self.flow
-        shares = config.trainer.num_ranks // config.trainer.ranks_per_row
-        scoring = config.trainer.of_scorer().num_ranks // config.trainer.ranks_per_row
-        stages = [(stage.name, scoring) for kind in ("logprobs", "scores") for stage in flow.of_kind(kind)]
+        scoring = (stage.name for kind in ("logprobs", "scores") for stage in flow.of_kind(kind))
+        stages = [(name, config.trainer.of_scorer(name).num_shares) for name in scoring]
         stages += [(stage.name, config.reward.num_workers) for stage in flow.of_kind("reward")]
         return Workload(
-            config.trainer.groups_per_step, flow.samples_per_prompt, self.lengths, shares, config.max_staleness,
-            config.placement == "colocated", config.trainer.num_minibatches, tuple(stages),
+            config.trainer.groups_per_step, flow.samples_per_prompt, self.lengths, config.trainer.num_shares,
+            config.max_staleness, config.placement == "colocated", config.trainer.num_minibatches, tuple(stages),
         )  # fmt: skip
 
 

@@ -65,6 +65,9 @@ def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
     """Write the policies of a dataflow that trains several into the configuration, in its order. Raises `ConfigError`
     for others that it names, and for a configuration in which there can be one policy alone."""
     names, trainer = flow.policies, config.trainer
+    scorers = [stage.name for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores"))]
+    if unknown := next((name for name in trainer.scorer_ranks if name not in scorers), None):
+        raise ConfigError(f"trainer.scorer_ranks.{unknown}: the dataflow has no such scorer{suggest(unknown, scorers)}")
     policy, is_by_policy, _ = config.checkpoint.best_metric.partition("/heldout_reward/")
     if config.checkpoint.keep_best and is_by_policy and (len(names) < 2 or policy not in names):
         raise ConfigError(

@@ -146,7 +146,7 @@ class RunMemory:
             same = self.shapes["policy"] if stage.model == "reference" else None
             scored_by = self.shapes.get(str(stage.model), same)
             if scored_by is not None:
-                own = policy_setting(replace(self.config, trainer=self.config.trainer.of_scorer()), scored_by)
+                own = policy_setting(replace(self.config, trainer=self.config.trainer.of_scorer(stage.name)), scored_by)
                 scorer = replace(own, is_trained=False, is_scalar=stage.kind == "scores")
                 ranks[f"Scorer-{stage.name}"] = rank_memory(scorer)
         return ranks

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from random import Random
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.trainer import TrainerConfig
 from penstock.planner.durations import Durations
 from penstock.planner.simulation.events import SimulatedStore
 from penstock.store.ledger.group import Facts, row_ids
@@ -166,8 +165,3 @@ class ScorerTeam:
         self._number += 1
         self._is_busy = False
         self._look()
-
-
-def shares_of_ranks(config: TrainerConfig) -> int:
-    """Number of a model's ranks that get rows of their own."""
-    return config.num_ranks // config.ranks_per_row

@@ -18,7 +18,6 @@ from penstock.conf.run import RunConfig
 from penstock.planner.durations import Durations
 from penstock.planner.simulation.engines import FleetChanges, SimulatedEngines
 from penstock.planner.simulation.events import SimulatedStore
-from penstock.planner.simulation.simulated_members import shares_of_ranks
 from penstock.store.ledger.rounds import Round
 
 TRAIN, PROMPTS = "train", "prompts"
@@ -75,7 +74,7 @@ class SimulatedTrainer:
     ) -> None:
         """`engines`: None where nothing is sampled."""
         self._num_steps, self._num_ranks = config.trainer.max_steps, config.trainer.num_ranks
-        self._num_shares = shares_of_ranks(config.trainer)
+        self._num_shares = config.trainer.num_shares
         self._is_synchronous, self._store, self._clock = config.max_staleness == 0, store, store.clock
         self._durations, self._engines = durations, engines
         self.load = engines.load if engines is not None else None

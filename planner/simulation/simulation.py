@@ -32,7 +32,6 @@ from penstock.planner.simulation.simulated_members import (
     SimulatedSamples,
     StageActor,
     StageResults,
-    shares_of_ranks,
 )
 from penstock.planner.simulation.simulated_trainer import PROMPTS, SimulatedStep, SimulatedTrainer
 from penstock.store.service.work_log import WorkLog
@@ -259,7 +258,7 @@ class Simulation:
         results = StageResults(self.store, spec, self.samples, reason, random)
         names = [actor.name for actor in self.plan if actor.stage == spec.name]
         if stage.kind in ("logprobs", "scores"):
-            ScorerTeam(names[0], results, self.durations, shares_of_ranks(self.config.trainer.of_scorer()))
+            ScorerTeam(names[0], results, self.durations, self.config.trainer.of_scorer(stage.name).num_shares)
             return []
         return [StageActor(name, results, self.durations) for name in names]
 

@@ -20,7 +20,7 @@ from penstock.orchestrator.configuration.validate import checks
 from penstock.planner.candidates import with_keys
 from penstock.planner.hardware import with_prices
 from penstock.planner.plan_inputs import lengths_of, nodes_by_kind, overrides_of, parse_hours, search_of, uncounted_keys
-from penstock.planner.search import Search, changes_that_fit, cheapest, find_speedups, plan_of
+from penstock.planner.search import Plan, Search, changes_that_fit, cheapest, find_speedups, plan_of
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
          "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=32")  # fmt: skip
@@ -109,6 +109,45 @@ def test_ranks_go_to_one_kind_and_engines_to_what_is_left() -> None:
     }
     alone = [searched(part, "max_staleness=1").plans[0].step_s for part in ("1x8:h100", "2x8:l40s")]
     assert best.step_s < min(alone)
+
+
+KL = "algorithm.kl_coef=0.01"
+
+
+def apart(search: Search) -> list[Plan]:
+    """Plans whose engines, ranks and scorers have GPUs of their own, fastest first."""
+    return [plan for plan in search.plans if plan.config.placement == "disaggregated"]
+
+
+def ranks_of(plan: Plan, scorer: str) -> int:
+    return plan.config.trainer.of_scorer(scorer).num_ranks
+
+
+def test_a_reference_has_no_more_gpus_than_it_needs() -> None:
+    """Its forward pass takes a quarter of an update."""
+    plans = apart(searched("1x8:h100", "max_staleness=1", KL))
+    even = [plan for plan in plans if ranks_of(plan, "reference") == plan.config.trainer.num_ranks]
+    assert ranks_of(plans[0], "reference") < plans[0].config.trainer.num_ranks
+    assert plans[0].step_s < 0.95 * even[0].step_s
+    assert all(plan.candidate.num_gpus <= 8 for plan in plans)
+
+
+@pytest.mark.parametrize("word", ["trainer.scorer_ranks={reference: 2}", "trainer.num_scorer_ranks=2"])
+def test_a_number_of_scorers_ranks_that_is_given_stays(word: str) -> None:
+    search = replace(searched("1x8:h100", KL, word), given=frozenset({"trainer.scorer_ranks.reference"}))
+    assert {ranks_of(plan, "reference") for plan in apart(search)} == {2}
+
+
+def test_a_larger_scorer_has_more_ranks() -> None:
+    """A reward model of 7B beside a policy of 1.5B, whose reference is as small."""
+    words = ["recipe=gsm8k", "model.path=Qwen/Qwen2.5-1.5B", "algorithm=ppo", "algorithm.reward_model=true", KL]
+    search = search_of(load_config([*words, *WORDS[2:]]), "2x8:h100", "1000")
+    shapes = {**search.shapes, "reward_model": searched("2x8:h100").shapes["policy"]}
+    plans = apart(replace(search, shapes=shapes))
+    assert ranks_of(plans[0], "reward_model") > ranks_of(plans[0], "reference")
+    assert plans[0].work.stages[:2] == (
+        ("reference", ranks_of(plans[0], "reference")), ("reward_model", ranks_of(plans[0], "reward_model")),
+    )  # fmt: skip
 
 
 LONG = ("rollout.max_model_len=32768", "rollout.sampling.max_tokens=30720")

@@ -277,7 +277,7 @@ class ActorMaker:
     def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
         """Arguments that trainers and scorers have in common."""
         config = self._config
-        trainer = config.trainer.of_scorer() if actor.role == "scorer" else config.trainer
+        trainer = config.trainer.of_scorer(stage.name) if actor.role == "scorer" else config.trainer
         return {
             "name": actor.name,
             "config": trainer,

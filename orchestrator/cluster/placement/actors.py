@@ -80,7 +80,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     if scorers_share_gpus(config):
         rank_gpus, scorer_gpus = divide_gpu(rank_gpus, len(scorers))
     for stage in scorers:
-        for rank in range(trainer.of_scorer().num_ranks):
+        for rank in range(trainer.of_scorer(stage.name).num_ranks):
             name = f"Scorer-{stage.name}-{rank}"
             actors.append(ActorPlan(name, SCORING, cpus, scorer_gpus, stage.name, rank))
     computed = [stage for stage in flow.stages if stage.kind in ("compute", "filter") and not stage.is_in_trainer]

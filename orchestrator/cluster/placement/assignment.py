@@ -416,7 +416,7 @@ KEYS = {
     "rollout": "rollout.num_workers, rollout.num_gpus_per_worker, rollout.tensor_parallel_size or "
     "cluster.cpus_per_worker",
     "trainer": "trainer.num_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
-    "scorer": "trainer.num_ranks, trainer.num_scorer_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
+    "scorer": "trainer.scorer_ranks, trainer.num_scorer_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
     "reward": "reward.num_workers, reward.judge.num_gpus or reward.cpus_per_worker (0 reserves none)",
     "environment": "environment.num_workers or environment.cpus_per_worker (0 reserves none)",
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.resolved import resolve, resolve_first
 
@@ -27,6 +28,14 @@ def test_a_resolved_run_is_frozen_and_its_configuration_is_a_copy() -> None:
     assert resolve_first(run.first_runs[0]).config.algorithm.name == "sft"
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.config = config  # type: ignore[misc]
+
+
+def test_a_scorer_that_the_dataflow_has_not_is_refused_by_name() -> None:
+    words = ["recipe=gsm8k", "algorithm.kl_coef=0.01"]
+    run = resolve(load_config([*words, "trainer.scorer_ranks={reference: 1}"]))
+    assert sum(actor.role == "scorer" for actor in run.plan) == 1
+    with pytest.raises(ConfigError, match=r"trainer\.scorer_ranks\.refrence: .* no such scorer.*reference"):
+        resolve(load_config([*words, "trainer.scorer_ranks={refrence: 1}"]))
 
 
 def rebound(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:

@@ -126,19 +126,21 @@ def test_a_rank_and_its_scorers_have_the_part_of_the_rank_to_rays_last_digit(par
     assert 0 < scorer <= rank <= part + 5e-5
 
 
-def test_a_reference_of_its_own_gpus_may_have_fewer_ranks():
-    words = ("trainer.num_ranks=4", "rollout.num_workers=2", "trainer.num_scorer_ranks=1", KL)
-    config, plan = planned(*words)
+@pytest.mark.parametrize("own", ["trainer.num_scorer_ranks=1", "trainer.scorer_ranks={reference: 1}"])
+def test_a_reference_of_its_own_gpus_may_have_fewer_ranks(own):
+    config, plan = planned("trainer.num_ranks=4", "rollout.num_workers=2", own, KL)
     assert needed(plan)[1] == 4 + 2 + 1
     assert [actor.name for actor in plan if actor.role == "scorer"] == ["Scorer-reference-0"]
-    assert config.trainer.of_scorer().num_ranks == 1
-    assert planned(KL)[0].trainer.of_scorer() == planned(KL)[0].trainer
+    assert config.trainer.of_scorer("reference").num_ranks == 1
+    assert planned(KL)[0].trainer.of_scorer("reference") == planned(KL)[0].trainer
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["trainer.num_scorer_ranks=1", *EIGHT], r"a scorer's rank has the GPU of a rank .* Leave it out"),
+        (["trainer.scorer_ranks={reference: 1}", *EIGHT], r"scorer_ranks\.reference=1: a scorer's rank has the GPU"),
+        (["trainer.scorer_ranks={reference: 0}"], r"trainer\.scorer_ranks\.reference=0"),
         (["trainer.num_ranks=4", "trainer.tensor_parallel_size=2", "trainer.num_scorer_ranks=1"], "must divide"),
     ],
 )

@@ -329,7 +329,9 @@ def test_a_scorer_that_leaves_its_gpu_waits_in_host_memory(view: Callable[..., M
 
 def test_a_scorer_of_fewer_ranks_has_more_weights_on_each(view: Callable[..., MemoryView]) -> None:
     words = ("trainer.num_ranks=8", KL)
-    eight, two = (memory_of(view(LARGE, *words, *more)) for more in ((), ("trainer.num_scorer_ranks=2",)))
+    ways = ((), ("trainer.num_scorer_ranks=2",), ("trainer.scorer_ranks={reference: 2}",))
+    eight, two, named = (memory_of(view(LARGE, *words, *more)) for more in ways)
+    assert named.ranks == two.ranks
     assert two.ranks["policy"] == eight.ranks["policy"]
     weights = [memory.ranks["Scorer-reference"].parts["weights"] for memory in (two, eight)]
     assert weights[0] == 4 * weights[1] == shape_of(LARGE).num_parameters
