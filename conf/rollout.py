@@ -1,7 +1,7 @@
 """The sampling of responses, the engines that do it, and the options of vLLM's engine that a run may set."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.conf.capabilities import ROLLOUT_ENGINES, RolloutCapabilities
@@ -63,11 +63,38 @@ ON_CPU = {
     "worker_extension_cls": "there is one, which sets how many threads compute (rollout.num_threads)",
 }
 """Options of the CPU build that would break a promise, and which."""
-QUANTIZED_ONLINE = (
-    "fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "nvfp4_per_token",
-    "int8_per_channel_weight_only", "online",
-)  # fmt: skip
-"""Quantizations that vLLM makes of whole weights, whenever it loads them."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element of what an engine holds, scales included."""
+
+    computed: float = 2.0
+    """Of hidden states, embedding and output layer."""
+    linear: float = 2.0
+    experts: float = 2.0
+    cache: float = 2.0
+    """Of keys and values."""
+    is_eight_bit: bool = False
+    """True if products are of 8 bits, where a GPU has them."""
+
+
+_FP8 = Precision(linear=1, experts=1, is_eight_bit=True)
+QUANTIZED_ONLINE: Mapping[str, Precision] = {
+    "fp8": _FP8,
+    "fp8_per_tensor": _FP8,
+    "fp8_per_block": _FP8,
+    "fp8_per_channel": _FP8,
+    "mxfp8": Precision(linear=33 / 32, experts=33 / 32, is_eight_bit=True),
+    "mxfp4": Precision(linear=17 / 32, experts=17 / 32),
+    "nvfp4_per_token": Precision(experts=9 / 16),
+    "int8_per_channel_weight_only": Precision(experts=1),
+    "online": Precision(),
+}
+"""Quantizations that vLLM makes of whole weights, whenever it loads them. What `online` makes is said by another option
+and is not known here."""
+CACHE_BYTES = {"fp8": 1.0, "int8": 1.0, "nvfp4": 9 / 16, "int4": 0.5}
+"""Bytes of an element of keys and values, by the beginning of `kv_cache_dtype`."""
 
 
 @dataclass
@@ -277,6 +304,14 @@ class RolloutConfig:
                     f"{what}: such engines cannot take publications, which are of whole weights. Use online "
                     f"quantization, one of {', '.join(QUANTIZED_ONLINE)}, of a model that is not quantized."
                 )
+
+    @property
+    def precision(self) -> Precision:
+        """Bytes of an element of what an engine holds."""
+        own, b = self.engine_options.get("quantization"), 2.0 if self.dtype == "bfloat16" else 4.0
+        found = replace(QUANTIZED_ONLINE[own], computed=b) if own else Precision(b, b, b)
+        cache = str(self.engine_options.get("kv_cache_dtype"))
+        return replace(found, cache=next((size for name, size in CACHE_BYTES.items() if cache.startswith(name)), b))
 
     @property
     def engine_start_s(self) -> float:

@@ -44,6 +44,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from penstock.conf.rollout import Precision
 from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.conf.weights import replaces_members
 from penstock.orchestrator.configuration.model_shape import ModelShape
@@ -67,6 +68,8 @@ CONTEXTS: tuple[int, ...] = (1, *(2**power for power in range(7, 18)))
 """Tokens before the new one at the grid's points."""
 PROMPTS: tuple[int, ...] = (1, *(2**power for power in range(6, 14)))
 """Tokens of a prompt at the grid's points. Longer ones are read in pieces, as vLLM does."""
+FP8_RATE = 2.0
+"""Products of 8 bits a second over those of bfloat16."""
 MASTER_BYTES = 4
 OPTIMIZER_BYTES = 28
 """Bytes that an optimizer step reads and writes of each parameter: weight, gradient and two moments read, three of them
@@ -173,14 +176,14 @@ class Kernels:
 
 
 @lru_cache(maxsize=64)
-def kernels_of(shape: ModelShape, kind: GpuKind, parts: int, element_bytes: int, cache_bytes: int) -> Kernels:
+def kernels_of(shape: ModelShape, kind: GpuKind, parts: int, precision: Precision) -> Kernels:
     """The measured times of an engine that is split over `parts` GPUs, if there are any."""
     known = KINDS.get(kind.name)
     if known is None or replace(known, memory_gib=kind.memory_gib) != kind or kind.name not in SYSTEMS:
         return Kernels(why="not in the tables")
     if shape.has_own_layers:
         return Kernels(why="no tables for its layers")
-    if (element_bytes, cache_bytes) != (2, 2):
+    if precision != Precision():  # tables of 8 bits are further from what was served than the roofline
         return Kernels(why="not in bfloat16")
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle  # late: an extra, and it takes time
@@ -240,9 +243,7 @@ class EngineCosts:
     kind: GpuKind
     efficiencies: Efficiencies
     tensor_parallel_size: int = 1
-    element_bytes: int = 2
-    cache_bytes: int = 2
-    """Bytes of an element of keys and values."""
+    precision: Precision = field(default_factory=Precision)
     kernels: Kernels = field(default_factory=Kernels)
 
     def decode_s(self, num_sequences: float, context: float) -> float:
@@ -255,9 +256,8 @@ class EngineCosts:
         if self.kernels.measured is not None:
             return self.kernels.measured.decode_s(num_sequences, context)
         parts, rates = self.tensor_parallel_size, self.efficiencies
-        read = self.element_bytes * self._touched(num_sequences) / parts
-        bandwidth = self.kind.bandwidth * rates.bandwidth
-        products = 2 * num_sequences * active_parameters(self.shape) / parts / (self.kind.flops * rates.prefill)
+        read, bandwidth = self._read_bytes(num_sequences) / parts, self.kind.bandwidth * rates.bandwidth
+        products = self._products_s(num_sequences)
         cached = num_sequences * context * self._cache_bytes_of_token()
         return max(read / bandwidth, products) + cached / bandwidth + self._reduced_s(num_sequences) + rates.decode_s
 
@@ -267,26 +267,31 @@ class EngineCosts:
             return 0.0
         if self.kernels.measured is not None:
             return self.kernels.measured.prefill_s(tokens)
-        products = 2 * tokens * active_parameters(self.shape) / self.tensor_parallel_size
-        return products / (self.kind.flops * self.efficiencies.prefill) + self._reduced_s(tokens)
+        return self._products_s(tokens) + self._reduced_s(tokens)
 
-    def _touched(self, num_tokens: float) -> float:
-        """Parameters that a batch reads. Of the embedding it reads a row a token, which is nothing."""
-        shape = self.shape
-        missed = 0.0
+    def _products_s(self, num_tokens: float) -> float:
+        products = 2 * num_tokens * active_parameters(self.shape) / self.tensor_parallel_size
+        is_faster = self.precision.is_eight_bit and self.kind.has_fp8
+        return products / (self.kind.flops * self.efficiencies.prefill * (FP8_RATE if is_faster else 1))
+
+    def _read_bytes(self, num_tokens: float) -> float:
+        """Bytes of weights that a batch reads. Of the embedding it reads a row a token, which is nothing."""
+        shape, own, missed = self.shape, self.precision, 0.0
         if shape.num_experts:
-            missed = shape.routed_parameters * (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
-        return shape.num_layers * (shape.layer_parameters - missed) + shape.head_parameters
+            missed = (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
+        routed = shape.routed_parameters
+        layer = own.linear * (shape.layer_parameters - routed) + own.experts * routed * (1 - missed)
+        return shape.num_layers * layer + own.computed * shape.head_parameters
 
     def _cache_bytes_of_token(self) -> float:
-        return self.cache_bytes * self.shape.cache_elements / min(self.tensor_parallel_size, self.shape.kv_heads)
+        return self.precision.cache * self.shape.cache_elements / min(self.tensor_parallel_size, self.shape.kv_heads)
 
     def _reduced_s(self, num_tokens: float) -> float:
         """Seconds of two all-reduces a layer."""
         parts = self.tensor_parallel_size
         if parts == 1:
             return 0.0
-        sent = 2 * (parts - 1) / parts * num_tokens * self.shape.hidden * self.element_bytes
+        sent = 2 * (parts - 1) / parts * num_tokens * self.shape.hidden * self.precision.computed
         one = self.efficiencies.collective_s + sent / (self.kind.link * self.efficiencies.link)
         return 2 * self.shape.num_layers * one
 
@@ -449,12 +454,9 @@ class RunDurations:
     @cached_property
     def engine(self) -> EngineCosts:
         rollout = self.memory.config.rollout
-        cache = str(rollout.engine_options.get("kv_cache_dtype", "auto"))
-        element_bytes = 2 if rollout.dtype == "bfloat16" else 4
-        cache_bytes = 1 if cache.startswith("fp8") else element_bytes
         shape, kind, parts = self.memory.shapes["policy"], self.engines_kind, rollout.tensor_parallel_size
-        kernels = kernels_of(shape, kind, parts, element_bytes, cache_bytes)
-        return EngineCosts(shape, kind, self.efficiencies, parts, element_bytes, cache_bytes, kernels)
+        kernels = kernels_of(shape, kind, parts, rollout.precision)
+        return EngineCosts(shape, kind, self.efficiencies, parts, rollout.precision, kernels)
 
     @cached_property
     def rank(self) -> RankCosts:
@@ -475,7 +477,9 @@ class RunDurations:
         kind = next((one.kind for one in self.memory.flow.stages if one.name == stage), "")
         if kind in ("logprobs", "scores"):
             name = str(model) if str(model) in self.memory.shapes else "policy"
-            return self._rank(name, self.memory.config.trainer.of_scorer(stage)).score_s([tokens // max(1, num_rows)] * num_rows)
+            return self._rank(name, self.memory.config.trainer.of_scorer(stage)).score_s(
+                [tokens // max(1, num_rows)] * num_rows
+            )
         return REWARD_S * num_rows if kind == "reward" else 0.0
 
     @cached_property

@@ -37,6 +37,8 @@ class GpuKind:
     """Bytes a second in one direction from a GPU to another node."""
     ray_name: str = ""
     """Value of Ray's label for it (ray.io/accelerator-type)."""
+    has_fp8: bool = True
+    """True if it has products of 8 bits, at twice the rate. Without, quantised weights only take less room."""
     price: float = field(default=0.0, compare=False)
     """Money for an hour of a GPU; 0: not given."""
 
@@ -44,10 +46,10 @@ class GpuKind:
 KINDS = {
     kind.name: kind
     for kind in (
-        GpuKind("a100", 312e12, 2.039e12, 79.1, 300e9, "PCIe 4 x16", 25e9, "A100"),
-        GpuKind("a100-40gb", 312e12, 1.555e12, 39.4, 300e9, "PCIe 4 x16", 25e9, "A100-40G"),
-        GpuKind("a10g", 70e12, 0.6e12, GPU_GIB["A10G"], 32e9, "PCIe 4 x16", 12.5e9, "A10G"),
-        GpuKind("a6000", 155e12, 0.768e12, 47.4, 32e9, "PCIe 4 x16", 12.5e9),
+        GpuKind("a100", 312e12, 2.039e12, 79.1, 300e9, "PCIe 4 x16", 25e9, "A100", has_fp8=False),
+        GpuKind("a100-40gb", 312e12, 1.555e12, 39.4, 300e9, "PCIe 4 x16", 25e9, "A100-40G", has_fp8=False),
+        GpuKind("a10g", 70e12, 0.6e12, GPU_GIB["A10G"], 32e9, "PCIe 4 x16", 12.5e9, "A10G", has_fp8=False),
+        GpuKind("a6000", 155e12, 0.768e12, 47.4, 32e9, "PCIe 4 x16", 12.5e9, has_fp8=False),
         GpuKind("b200", 2250e12, 8.0e12, GPU_GIB["B200"], 900e9, ray_name="B200"),
         GpuKind("b300", 2250e12, 8.0e12, GPU_GIB["B300"], 900e9, ray_name="B300"),
         GpuKind("gb200", 2450e12, 8.0e12, 184.0, 900e9, ray_name="GB200"),

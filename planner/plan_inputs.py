@@ -115,9 +115,9 @@ UNCOUNTED = (
     "trainer.packing", "trainer.share_prefixes", "rollout.router_replay", "rollout.max_pictures", "environment.name",
     "weights.transport",
 )  # fmt: skip
-"""Keys that change the seconds of a run, which the cost model leaves out. The only option of an engine that it knows is
-the width of its cache."""
-CACHE_WIDTH = "kv_cache_dtype"
+"""Keys that change the seconds of a run, which the cost model leaves out."""
+COUNTED = ("kv_cache_dtype", "quantization")
+"""Options of an engine that the cost model knows, but for the quantization `online`, which is any."""
 
 
 def search_of(
@@ -181,7 +181,8 @@ def uncounted_keys(config: RunConfig) -> list[str]:
     """Keys that the run sets and whose seconds no plan counts, as on the command line."""
     usual = RunConfig()
     keys = [(key, of(config)) for key in UNCOUNTED if (of := attrgetter(key))(config) != of(usual)]
-    options = {key: value for key, value in config.rollout.engine_options.items() if key != CACHE_WIDTH}
+    options = config.rollout.engine_options
+    options = {key: value for key, value in options.items() if key not in COUNTED or value == "online"}
     keys += [(f"rollout.engine_options.{key}", value) for key, value in options.items()]
     return [f"{key}={_override_value(value)}" for key, value in keys]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from penstock.conf.rollout import Precision
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.planner.cost_model import Efficiencies, EngineCosts, RankCosts, kernels_of
 from penstock.planner.durations import SyncSeconds
@@ -133,7 +134,7 @@ def step_s(one: Mapping[str, Any], mean: float, rates: Efficiencies, lockstep: b
     work = Workload(one["groups"], one["size"], lengths, num_shares, one["staleness"], one["colocated"], one["updates"])
     rank = RankCosts(replace(shape, num_layers=shape.num_layers // train["pp"]), kind, rates, config)
     parts = one["engine_tp"]
-    engine = EngineCosts(shape, kind, rates, parts, kernels=kernels_of(shape, kind, parts, 2, 2))
+    engine = EngineCosts(shape, kind, rates, parts, kernels=kernels_of(shape, kind, parts, Precision()))
     durations = Durations(engine, rank, one["scored"])
     engines = [EngineGroup(engine_gpus // parts, durations, SLOTS)]
     if not lockstep or not one["staleness"]:

@@ -82,27 +82,25 @@ class EngineMemory:
 def engine_memory(shape: ModelShape, config: RolloutConfig, gpu_bytes: float, share: float) -> EngineMemory:
     """Parts of the share of a GPU that the engine takes. On a CPU, where `rollout.kv_cache_gib` says how large the
     cache is, `gpu_bytes` is 0."""
-    b = 2 if config.dtype == "bfloat16" else 4
-    parts = config.tensor_parallel_size
-    weights = b * shape.num_parameters / parts
-    cache_token = _cache_bytes(config, b) * shape.cache_elements / min(parts, shape.kv_heads)
-    step = _step(shape, config, b)
+    parts, precision = config.tensor_parallel_size, config.precision
+    routed = shape.num_layers * shape.routed_parameters
+    linear = shape.num_layers * shape.layer_parameters - routed
+    others = shape.num_parameters - linear - routed
+    weights = (precision.linear * linear + precision.experts * routed + precision.computed * others) / parts
+    cache_token = precision.cache * shape.cache_elements / min(parts, shape.kv_heads)
+    step = _step(shape, config, precision.computed)
     if not gpu_bytes:
         return EngineMemory(weights, step, config.kv_cache_gib * 2**30, cache_token)
     step += 0 if config.enforce_eager else GRAPHS_BYTES
     return EngineMemory(weights, step, share * gpu_bytes - weights - step, cache_token)
 
 
-def _step(shape: ModelShape, config: RolloutConfig, b: int) -> float:
+def _step(shape: ModelShape, config: RolloutConfig, b: float) -> float:
     """Bytes of one step: hidden states, q, k, v and the MLP of all its tokens, and logits of the sequences."""
     tokens = config.engine_options.get("max_num_batched_tokens") or max(STEP_TOKENS, config.max_model_len)
     widths = 2 * shape.q_width + 2 * shape.kv_width + 3 * shape.mlp_width * shape.experts_per_token
     of_tokens = tokens * b * (4 * shape.hidden + widths / config.tensor_parallel_size)
     return float(of_tokens + config.max_concurrent_samples * shape.vocabulary * SAMPLING_BYTES)
-
-
-def _cache_bytes(config: RolloutConfig, b: int) -> int:
-    return 1 if str(config.engine_options.get("kv_cache_dtype", "auto")).startswith("fp8") else b
 
 
 GIB = 2**30
@@ -261,8 +259,8 @@ class RunMemory:
                 f"{rollout.gpu_share:g}) are for weights of {_gib(engine.weights)}, {_gib(engine.step)} of a step, and "
                 f"keys and values of at least one sequence of rollout.max_model_len={rollout.max_model_len} tokens. "
                 f"{'Set trainer.stay_on_device=false. ' if self.staying_bytes else ''}"
-                "Raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, set rollout.dtype=bfloat16, or "
-                "lower rollout.max_model_len."
+                "Raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size, set rollout.dtype=bfloat16, "
+                "lower rollout.max_model_len, or set rollout.engine_options={quantization: fp8_per_channel}."
             )
 
     def _advice(self, what: str) -> str:

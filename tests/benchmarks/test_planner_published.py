@@ -9,6 +9,7 @@ import yaml
 from benchmarks.planner import gains, published
 from benchmarks.planner.published_rows import FILE
 from benchmarks.planner.published_rows import rows as rows_of
+from penstock.conf.rollout import Precision
 from penstock.planner.cost_model import SYSTEMS, Efficiencies, kernels_of
 from penstock.planner.hardware import KINDS
 from penstock.planner.plan_inputs import known_shape
@@ -50,7 +51,7 @@ def test_an_update_trains_as_many_tokens_as_its_source_counts(one: dict[str, Any
 def test_factors_are_fitted_with_measured_kernels_where_there_are_any(one: dict[str, Any]) -> None:
     shape, kind = known_shape(one["model"]), KINDS[one["kind"]]
     assert shape is not None
-    assert (kernels_of(shape, kind, one["engine_tp"], 2, 2).measured is not None) == (kind.name in SYSTEMS)
+    assert (kernels_of(shape, kind, one["engine_tp"], Precision()).measured is not None) == (kind.name in SYSTEMS)
 
 
 def test_each_row_left_out_in_turn_is_predicted_within_the_bars() -> None:

@@ -33,6 +33,20 @@ def test_engines_whose_weights_were_quantized_before_cannot_take_publications(me
         RolloutConfig(engine_options={"quantization": online})
 
 
+def test_what_an_engine_holds_has_the_bytes_of_its_precision() -> None:
+    def sizes(dtype: str = "bfloat16", **options: str) -> tuple[float, ...]:
+        found = RolloutConfig(dtype=dtype, engine_options=dict(options)).precision
+        return found.computed, found.linear, found.experts, found.cache
+
+    assert sizes() == (2, 2, 2, 2)
+    assert sizes("float32") == (4, 4, 4, 4)
+    assert sizes(quantization="fp8_per_channel") == (2, 1, 1, 2)
+    assert sizes(quantization="fp8", kv_cache_dtype="fp8_e4m3") == (2, 1, 1, 1)
+    assert sizes(quantization="int8_per_channel_weight_only") == (2, 2, 1, 2)
+    assert sizes(quantization="nvfp4_per_token", kv_cache_dtype="nvfp4") == (2, 2, 9 / 16, 9 / 16)
+    assert sizes(quantization="online") == (2, 2, 2, 2)
+
+
 def test_chunked_prefill_is_for_gpus() -> None:
     options = {"enable_chunked_prefill": True}
     with pytest.raises(ConfigError, match="seeded"):

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.conf.rollout import QUANTIZED_ONLINE, Precision
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.orchestrator.configuration.model_shape import ModelShape
-from penstock.planner.cost_model import Efficiencies, EngineCosts, RankCosts, active_parameters
+from penstock.planner.cost_model import FP8_RATE, Efficiencies, EngineCosts, RankCosts, active_parameters
 from penstock.planner.hardware import KINDS
 from penstock.planner.plan_inputs import known_shape
 
@@ -35,6 +36,19 @@ def test_a_decode_step_takes_what_was_measured(name: str, parts: int, millisecon
     assert sorted(found)[1] > 0.86, "one of the six may be lower"
     assert min(found) > 0.78
     assert max(found) < 1.05
+
+
+def test_a_quantised_engine_reads_less_and_computes_faster_where_it_can() -> None:
+    """Two sequences read a byte for each weight of a layer, and keys and values of 1,000 tokens."""
+    shape, fp8 = shape_of("meta-llama/Llama-3.1-8B"), replace(QUANTIZED_ONLINE["fp8"], cache=1)
+    plain, small = EngineCosts(shape, H100, FACTORS), EngineCosts(shape, H100, FACTORS, precision=fp8)
+    saved = shape.num_layers * shape.layer_parameters + 2 * 1000 * shape.cache_elements
+    seconds = plain.kernels_s(2, 1000) - small.kernels_s(2, 1000)
+    assert seconds == pytest.approx(saved / (H100.bandwidth * FACTORS.bandwidth))
+    assert small.prefill_s(8192) == pytest.approx(plain.prefill_s(8192) / FP8_RATE)
+    on_a100 = [EngineCosts(shape, KINDS["a100"], FACTORS, precision=one) for one in (Precision(), fp8)]
+    assert on_a100[0].prefill_s(8192) == on_a100[1].prefill_s(8192)
+    assert on_a100[0].kernels_s(2, 1000) > on_a100[1].kernels_s(2, 1000)
 
 
 @pytest.mark.parametrize(("name", "billions"), [

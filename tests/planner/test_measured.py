@@ -1,17 +1,21 @@
 """Kernel times from aiconfigurator-core's tables: what they say, at points and between them, and do not know."""
 
+import csv
 import math
 import random
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
+import aiconfigurator_core
 import pytest
 from aiconfigurator_core.sdk.engine import EngineHandle
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.main import main
+from penstock.conf.rollout import QUANTIZED_ONLINE, Precision, RolloutConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.planner.cost_model import (
     BATCHES,
@@ -36,6 +40,7 @@ TIMES = [
 ]
 """Milliseconds on H100: decode steps at 2,000 tokens of context of 1, 8, 32, 64, 128 and 256 sequences, and a prompt of
 8,192 tokens. The second name is the package's, for a config.json that it has itself."""
+SERVED = Path(aiconfigurator_core.__file__).parent / "systems" / "silicon_sample.csv"
 SMALL = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "rollout.max_model_len=1536",
          "rollout.sampling.max_tokens=1024", "trainer.groups_per_step=8")  # fmt: skip
 
@@ -43,7 +48,7 @@ SMALL = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-1.5B-Instruct", "rollout.max_m
 def measured(name: str, parts: int, kind: str = "h100") -> KernelTables:
     shape = known_shape(name)
     assert shape is not None
-    found = kernels_of(shape, KINDS[kind], parts, 2, 2).measured
+    found = kernels_of(shape, KINDS[kind], parts, Precision()).measured
     assert found is not None
     return found
 
@@ -111,28 +116,53 @@ def test_a_dent_by_hand() -> None:
 SHAPE = known_shape("Qwen/Qwen2.5-7B")
 
 
-@pytest.mark.parametrize(("kind", "parts", "widths", "why"), [
-    (KINDS["h20"], 1, (2, 2), "not in the tables"), (KINDS["h800"], 1, (2, 2), "not in the tables"),
-    (replace(KINDS["h100"], bandwidth=1e12), 1, (2, 2), "not in the tables"),
-    (GpuKind("mine", 1e14, 1e12, 80, 1e11), 1, (2, 2), "not in the tables"),
-    (KINDS["h100"], 1, (2, 1), "not in bfloat16"), (KINDS["h100"], 1, (4, 4), "not in bfloat16"),
-    (KINDS["h100"], 8, (2, 2), "no rows for this model, TP8"),
+PLAIN = Precision()
+
+
+@pytest.mark.parametrize(("kind", "parts", "precision", "why"), [
+    (KINDS["h20"], 1, PLAIN, "not in the tables"), (KINDS["h800"], 1, PLAIN, "not in the tables"),
+    (replace(KINDS["h100"], bandwidth=1e12), 1, PLAIN, "not in the tables"),
+    (GpuKind("mine", 1e14, 1e12, 80, 1e11), 1, PLAIN, "not in the tables"),
+    (KINDS["h100"], 1, RolloutConfig(dtype="float32").precision, "not in bfloat16"),
+    (KINDS["h100"], 1, QUANTIZED_ONLINE["mxfp4"], "not in bfloat16"),
+    (KINDS["h100"], 8, PLAIN, "no rows for this model, TP8"),
 ])  # fmt: skip
 def test_what_the_tables_do_not_know_is_the_rooflines(
-    kind: GpuKind, parts: int, widths: tuple[int, int], why: str
+    kind: GpuKind, parts: int, precision: Precision, why: str
 ) -> None:
     assert SHAPE is not None
-    found = kernels_of(SHAPE, kind, parts, *widths)
+    found = kernels_of(SHAPE, kind, parts, precision)
     assert (found.measured, found.why) == (None, why)
-    engine = EngineCosts(SHAPE, kind, Efficiencies(), parts, *widths, found)
+    engine = EngineCosts(SHAPE, kind, Efficiencies(), parts, precision, found)
     assert engine.kernels_s(8, 100) == replace(engine, kernels=type(found)()).kernels_s(8, 100)
     assert describe_kernel_sources([engine]) == f"Kernel times of engines: {kind.name} from a roofline ({why})."
+
+
+@pytest.mark.parametrize(("kind", "most"), [("h100", 0.10), ("h200", 0.07), ("b200", 0.10)])
+def test_an_engine_in_fp8_serves_as_fast_as_was_measured(kind: str, most: float) -> None:
+    """Llama-3.1-70B of 1 to 8 GPUs and 4 to 64 sequences, in the mean: the package's sample of measured serving. A
+    token of each of `batch_size` sequences takes a decode step, and their prompts are read meanwhile."""
+    shape = known_shape("meta-llama/Llama-3.1-70B")
+    assert shape is not None
+    errors = []
+    with SERVED.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found = [row[name] for name in ("backend", "model_path", "system", "precision", "mode")]
+            if found != ["vllm", "meta-llama/Llama-3.1-70B", f"{kind}_sxm", "fp8", "agg"]:
+                continue
+            read, made, batch, parts = (int(row[name]) for name in ("isl", "osl", "batch_size", "tp_size"))
+            rates = Efficiencies(decode_factor=1.0)
+            engine = EngineCosts(shape, KINDS[kind], rates, parts, QUANTIZED_ONLINE["fp8"])
+            token_s = engine.decode_s(batch, read + made / 2) + engine.prefill_s(read) * batch / made
+            errors.append(abs(1e3 * token_s / float(row["silicon_tpot_ms"]) - 1))
+    assert len(errors) >= 45
+    assert sum(errors) / len(errors) < most
 
 
 def test_without_the_extra_plans_are_made_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SHAPE is not None
     monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk.engine", None)
-    found = kernels_of.__wrapped__(SHAPE, KINDS["h100"], 1, 2, 2)
+    found = kernels_of.__wrapped__(SHAPE, KINDS["h100"], 1, PLAIN)
     assert (found.measured, found.why) == (None, "without penstock[planner]")
 
 

@@ -307,8 +307,8 @@ def test_a_key_that_keeps_a_run_from_fitting_is_among_what_would_fit(machines: M
 def test_keys_that_a_plan_does_not_count_are_in_its_line(machines: Machines) -> None:
     machines(1, 8)
     assert "not counted" not in planned(*GSM8K)[1]
-    said = planned(*GSM8K, "trainer.compile=true", "+rollout.engine_options.quantization=fp8")[1]
-    assert "; not counted: trainer.compile=true, rollout.engine_options.quantization=fp8 (" in said
+    said = planned(*GSM8K, "trainer.compile=true", "+rollout.engine_options.quantization=online")[1]
+    assert "; not counted: trainer.compile=true, rollout.engine_options.quantization=online (" in said
 
 
 def test_only_nodes_that_the_run_may_take_are_planned(machines: Machines) -> None:

@@ -261,10 +261,11 @@ def test_what_is_asked_wrongly_is_refused_by_name() -> None:
 
 
 def test_keys_that_no_plan_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["trainer.compile=true", "trainer.activation_offload=true", "+rollout.engine_options.quantization=fp8",
+    words = ["trainer.compile=true", "trainer.activation_offload=true", "+rollout.engine_options.quantization=online",
              "+rollout.engine_options.kv_cache_dtype=fp8"]  # fmt: skip
     assert uncounted_keys(load_config([*WORDS])) == []
-    told = ["trainer.compile=true", "trainer.activation_offload=true", "rollout.engine_options.quantization=fp8"]
+    assert uncounted_keys(load_config([*WORDS, "rollout.engine_options={quantization: fp8}"])) == []
+    told = ["trainer.compile=true", "trainer.activation_offload=true", "rollout.engine_options.quantization=online"]
     assert uncounted_keys(load_config([*WORDS, *words])) == told
     assert main(["plan", *WORDS, *words, "--cluster", "1x2:h100", "--lengths", "1000"]) == 0
     assert f"Not counted: {', '.join(told)}." in capsys.readouterr().out

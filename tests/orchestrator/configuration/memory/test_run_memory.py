@@ -68,6 +68,19 @@ def test_an_engine_has_what_is_left_for_keys_and_values() -> None:
     assert on_cpu.cache == 2 * GIB
 
 
+def test_a_quantised_engine_has_room_for_more_keys_and_values() -> None:
+    """A byte for each weight of a layer, and two for those of embedding and output layer."""
+    shape, options = shape_of(LARGE), "rollout.engine_options={quantization: fp8, kv_cache_dtype: fp8}"
+    plain, small = (
+        engine_memory(shape, load_config(["recipe=gsm8k", *words]).rollout, 80 * GIB, 0.5) for words in ([], [options])
+    )
+    layers = shape.num_layers * shape.layer_parameters
+    assert plain.weights - small.weights == layers
+    assert small.weights == layers + 2 * shape.root_parameters
+    assert (small.step, small.cache_token) == (plain.step, plain.cache_token / 2)
+    assert small.cache_tokens == pytest.approx(2 * (plain.cache + layers) / plain.cache_token, rel=1e-6)
+
+
 def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
     shown = view(LARGE, "trainer.num_ranks=8", "rollout.num_workers=8")
     parameters = shape_of(LARGE).num_parameters
