@@ -263,6 +263,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     ),
     LENGTHS,
     PILOT,
+    argument(
+        "--turns", metavar="N[:SECONDS[:TOKENS]]",
+        help="of an attempt in an environment, with what it takes and adds between them (default: 0.4 of "
+        "environment.max_turns, 0 s, 100 tokens)",
+    ),
     argument("--within", metavar="hours=H", help="the cheapest part of the cluster that is done in time"),
     argument("--price", metavar="KIND=MONEY,…", help="of a GPU for an hour, as in h100=2.5: plans say what they cost"),
     argument(

@@ -21,6 +21,7 @@ neither evaluate nor keep checkpoints or a model, and no tracker hears of them.
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from penstock.orchestrator.observability.link_speeds import LINK
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.candidates import Candidate, with_keys
 from penstock.planner.hardware import GpuKind
-from penstock.planner.lengths import SIGMA, Lengths
+from penstock.planner.lengths import SIGMA, Lengths, Turns
 from penstock.planner.search import Plan, Search
 
 SETTLED = 2
@@ -135,14 +136,35 @@ def _factors(search: Search, pilot: Pilot, kind: GpuKind) -> tuple[float, float]
 def _lengths(directory: RunDirectory, steps: Sequence[dict[str, Any]]) -> Lengths:
     responses, prompts = list[int](), list[int]()
     for file in directory.sample_files()[-10:]:
-        table = parquet.read_table(file, columns=["prompt_ids", "response_ids"]).to_pydict()
-        prompts += map(len, table["prompt_ids"])
+        columns = {"prompt_ids", "response_ids"} & set(parquet.read_schema(file).names)
+        table = parquet.read_table(file, columns=sorted(columns)).to_pydict()
+        prompts += map(len, table.get("prompt_ids", ()))
         responses += map(len, table["response_ids"])
     if responses:
-        return Lengths.recorded(responses, round(sum(prompts) / len(prompts)))
-    usual = median(line["response_length/mean"] for line in steps)
-    longest = max(line["response_length/max"] for line in steps)
-    return Lengths.lognormal(usual, max(1, round(longest)), SIGMA)
+        found = Lengths.recorded(responses, round(mean(prompts)) if prompts else 0)
+    else:
+        usual = median(line["response_length/mean"] for line in steps)
+        longest = max(line["response_length/max"] for line in steps)
+        found = Lengths.lognormal(usual, max(1, round(longest)), SIGMA)
+    return _with_turns(found, steps)
+
+
+def _with_turns(lengths: Lengths, steps: Sequence[dict[str, Any]]) -> Lengths:
+    """The lengths with the turns that environments have counted, and the prompts with which conversations began."""
+    totals = Counter[str]()
+    for line in steps:
+        totals.update({name: value for name, value in line.items() if name.startswith("environment/")})
+    attempts = sum(totals[f"environment/attempts_{kind}"] for kind in ("completed", "truncated", "rejected", "failed"))
+    turns, added, waited_ms, continued, reread = (
+        totals[f"environment/{name}"]
+        for name in ("turns", "tokens_added", "waited_ms", "tokens_continued", "tokens_reread")
+    )
+    further = turns - attempts
+    if attempts <= 0 or further <= 0:
+        return lengths
+    own = Turns(turns / attempts, added / further, waited_ms / 1e3 / further, min(1.0, reread / max(1, continued)))
+    prompt = continued / further - (lengths.mean + (own.count - 2) * own.added) / 2
+    return replace(lengths, turns=own, prompt=max(lengths.prompt, round(prompt)))
 
 
 def value_at_key(values: Any, key: str) -> Any:

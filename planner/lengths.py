@@ -1,6 +1,12 @@
 """Lengths of responses: those that a run has recorded, or a lognormal distribution that is cut at a cap.
 
 Most responses of reinforcement learning are short and a few run into the cap: a lognormal with sigma 0.5 to 1 has both.
+
+A response of an environment is an attempt of several turns. Between them the environment adds tokens and takes time,
+both in proportion to the attempt's length:
+
+    prompt ─▶ turn ─▶ tools: added tokens, wait_s ─▶ turn ─▶ …      the engine reads what is added, and with `reread`
+                                                                   a share of what it had read and made before
 """
 
 import math
@@ -18,13 +24,28 @@ POINTS = 256
 
 
 @dataclass(frozen=True)
+class Turns:
+    """The turns of an attempt in the mean."""
+
+    count: float = 1.0
+    added: float = 0.0
+    """Tokens that the environment adds before each further turn."""
+    wait_s: float = 0.0
+    """Seconds before each further turn in which the policy samples nothing: tools, users."""
+    reread: float = 0.0
+    """Share of the conversation so far that an engine reads again for a further turn: 0 with its prefix cache, 1
+    without."""
+
+
+@dataclass(frozen=True)
 class Lengths:
     """A distribution of response tokens, by its quantiles."""
 
     quantiles: tuple[int, ...]
-    """Lengths at the middle of equal shares, ascending."""
+    """Lengths at the middle of equal shares, ascending: tokens that are sampled."""
     prompt: int = 100
     """Mean tokens of a prompt."""
+    turns: Turns = Turns()
 
     @classmethod
     def lognormal(cls, mean: float, cap: int, sigma: float = SIGMA, prompt: int = 100) -> "Lengths":
@@ -41,11 +62,11 @@ class Lengths:
         return cls(tuple(_cut(high, sigma, cap)), prompt)
 
     @classmethod
-    def recorded(cls, lengths: Sequence[int], prompt: int) -> "Lengths":
+    def recorded(cls, lengths: Sequence[int], prompt: int, turns: Turns = Turns()) -> "Lengths":
         """Those of a run, in any order."""
         ordered = sorted(lengths)
         step = len(ordered) / POINTS
-        return cls(tuple(ordered[int((index + 0.5) * step)] for index in range(POINTS)), prompt)
+        return cls(tuple(ordered[int((index + 0.5) * step)] for index in range(POINTS)), prompt, turns)
 
     @cached_property
     def mean(self) -> float:
@@ -53,10 +74,31 @@ class Lengths:
         return _mean(self.quantiles)
 
     @cached_property
+    def growth(self) -> float:
+        """Tokens of a response with those that an environment adds to it, by those that are sampled."""
+        return 1 + (self.turns.count - 1) * self.turns.added / self.mean if self.mean else 1.0
+
+    @cached_property
+    def waits_s(self) -> float:
+        """Mean seconds of an attempt between its turns."""
+        return (self.turns.count - 1) * self.turns.wait_s
+
+    @cached_property
+    def read(self) -> float:
+        """Mean tokens of an attempt that an engine reads after its prompt."""
+        turns = self.turns
+        before = self.prompt + (self.mean + (turns.count - 2) * turns.added) / 2
+        return (turns.count - 1) * (turns.added + turns.reread * before)
+
+    def row_tokens(self, length: float) -> float:
+        """Tokens of a row whose response has `length`."""
+        return self.prompt + length * self.growth
+
+    @cached_property
     def mean_context(self) -> float:
         """Mean tokens before a token that is decoded, over all that are: long responses have more of them."""
         squares = sum(length * length for length in self.quantiles) / len(self.quantiles)
-        return self.prompt + squares / (2 * self.mean) if self.mean else float(self.prompt)
+        return self.prompt + self.growth * squares / (2 * self.mean) if self.mean else float(self.prompt)
 
     @cached_property
     def residuals(self) -> list[int]:

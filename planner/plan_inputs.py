@@ -27,7 +27,7 @@ from penstock.orchestrator.configuration.prerequisites import starting_model_con
 from penstock.orchestrator.configuration.resolved import resolve
 from penstock.orchestrator.configuration.run_memory import GIB
 from penstock.planner.hardware import KINDS, GpuKind, Nodes, parse_cluster
-from penstock.planner.lengths import SIGMA, Lengths
+from penstock.planner.lengths import SIGMA, Lengths, Turns
 from penstock.planner.search import Search
 
 QWEN2_VOCABULARY, QWEN3_VOCABULARY, LLAMA_VOCABULARY = 151936, 151936, 128256
@@ -110,10 +110,11 @@ USUAL_SHARE = 0.4
 """Default mean length, as a share of rollout.sampling.max_tokens."""
 USUAL_PROMPT = 150
 """Default tokens of a prompt."""
+USUAL_ADDED = 100
+"""Default tokens that an environment adds before a further turn."""
 UNCOUNTED = (
     "trainer.engine", "trainer.compile", "trainer.liger", "trainer.activation_offload", "trainer.replay.share",
-    "trainer.packing", "trainer.share_prefixes", "rollout.router_replay", "rollout.max_pictures", "environment.name",
-    "weights.transport",
+    "trainer.packing", "trainer.share_prefixes", "rollout.router_replay", "rollout.max_pictures", "weights.transport",
 )  # fmt: skip
 """Keys that change the seconds of a run, which the cost model leaves out."""
 COUNTED = ("kv_cache_dtype", "quantization")
@@ -126,9 +127,11 @@ def search_of(
     lengths: str | None,
     nodes: Sequence[Node] = (),
     flow: Dataflow | None = None,
+    turns: str | None = None,
 ) -> Search:
     """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
-    `MEAN:SIGMA` tokens of a response. `flow`: a dataflow of the user's own. Raises `ConfigError`, `ResourceError`."""
+    `MEAN:SIGMA` tokens of a response. `flow`: a dataflow of the user's own. `turns`: of an attempt, as `turns_of` reads
+    them. Raises `ConfigError`, `ResourceError`."""
     flow = flow or resolve(config).flow
     if len(flow.policies) > 1 and not config.trainer.lora.rank:
         raise ConfigError(
@@ -145,7 +148,8 @@ def search_of(
     else:
         memory = gpu_bytes(config, nodes)
         found = nodes_by_kind(nodes, memory and memory / GIB, config.cluster.gpu_memory_gib)
-    return Search(config, flow, model_shapes(config, flow), found, lengths_of(config, lengths))
+    own = replace(lengths_of(config, lengths), turns=turns_of(config, turns))
+    return Search(config, flow, model_shapes(config, flow), found, own)
 
 
 def model_shapes(config: RunConfig, flow: Dataflow) -> dict[str, ModelShape]:
@@ -175,6 +179,27 @@ def lengths_of(config: RunConfig, text: str | None) -> Lengths:
             f"--lengths {text!r}: write the mean number of tokens of a response, as in 900, or with the spread of its "
             "logarithm, as in 900:0.8."
         ) from None
+
+
+def turns_of(config: RunConfig, text: str | None) -> Turns:
+    """The turns of an attempt that are asked for, as `N`, `N:SECONDS` or `N:SECONDS:TOKENS` with what an environment
+    takes and adds before each further one; else usual ones, and one without an environment. Raises `ConfigError`."""
+    if text is None and config.environment.name is None:
+        return Turns()
+    rollout, usual = config.rollout, max(1.0, USUAL_SHARE * config.environment.max_turns)
+    try:
+        given = [float(part) for part in text.split(":")] if text is not None else [usual]
+    except ValueError:
+        given = []
+    if not 1 <= len(given) <= 3 or given[0] < 1 or min(given) < 0:
+        raise ConfigError(
+            f"--turns {text!r}: write the turns of an attempt, as in 6, or with the seconds that the environment takes "
+            "before each further one and the tokens that it adds, as in 6:2.5:300."
+        )
+    added = min(USUAL_ADDED, rollout.max_model_len / 2 / given[0])
+    defaults = [usual, 0.0, added][len(given) :]
+    count, wait_s, added = [*given, *defaults]
+    return Turns(count, added, wait_s, float(rollout.engine_options.get("enable_prefix_caching") is False))
 
 
 def uncounted_keys(config: RunConfig) -> list[str]:

@@ -88,6 +88,8 @@ def best_classes(search: Search, num_played: int = PLAYED) -> list[Plan]:
     as the closed form has them. Raises `ResourceError` where nothing fits."""
     plan_of(search)
     classes = search.best()
+    if search.lengths.turns.count > 1:  # which the simulator does not play
+        num_played = 0
     for index, plan in enumerate(classes[:num_played]):
         played = simulate_plan(plan, search.lengths)
         found = replace(plan.found, step_s=played.step_s, tokens_per_s=played.tokens_per_s)
@@ -111,7 +113,7 @@ def run(config: RunConfig, asked: Namespace, console: Console) -> None:
         if asked.write:
             write_overrides(Path(asked.write), chosen)
         return
-    search = search_of(config, asked.cluster, asked.lengths, nodes)
+    search = search_of(config, asked.cluster, asked.lengths, nodes, turns=asked.turns)
     if pilot is not None:
         search = calibrated(search, pilot)
     if asked.price:
@@ -144,6 +146,11 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
         f"{len(search.plans)} plans fit {search.cluster_name}, {len(search.refused)} do not. Responses of "
         f"{lengths.mean:,.0f} tokens in the mean, {lengths.quantiles[-1]:,} at most; prompts of {lengths.prompt:,}."
     )
+    if (turns := lengths.turns).count > 1:
+        say(
+            f"An attempt has {turns.count:.1f} turns; before each further one its environment adds {turns.added:,.0f} "
+            f"tokens and takes {turns.wait_s:.1f} s, and {turns.reread:.0%} of what was before is read again."
+        )
     console.print(table_of(classes[:most]))
     console.print(
         "* of 1,000 steps  ** of engines and of ranks, % of a step  GiB: of a GPU, and of the host of a node",
@@ -165,10 +172,8 @@ def show(search: Search, classes: Sequence[Plan], console: Console, overrides: S
         for plan in classes for kind, _ in plan.candidate.engines
     )  # fmt: skip
     say(f"\n{describe_kernel_sources(engines)}")
-    say(
-        "The first plans were played by the simulator. Other seconds come from rates on paper and usual shares of "
-        "them: ratios are truer (docs/planning.md)."
-    )
+    played = "The first plans were played by the simulator. Other s" if turns.count <= 1 else "S"
+    say(f"{played}econds come from rates on paper and usual shares of them: ratios are truer (docs/planning.md).")
     if keys := uncounted_keys(search.base):
         say(f"Not counted: {', '.join(keys)}. Their seconds are not in the cost model; --probe measures them.")
     chosen = [*overrides, *overrides_of(search.base, best.candidate.keys)]

@@ -8,6 +8,8 @@
                       all rows of a batch by the actors of a stage
                       a batch's way from its first token to its version, divided by the k + 1 batches that are on it
 
+Attempts that wait between turns are under way and are not decoded (`lengths.py`); they keep their places.
+
 Engines stay full across steps where the bound lets them: a model in which each step makes one batch from nothing is
 wrong by 96% eight steps off (docs/planning.md). The simulator plays the run itself; this chooses what it plays.
 """
@@ -61,7 +63,7 @@ class Workload:
     @property
     def row_tokens(self) -> float:
         """Mean tokens of a row, its prompt included."""
-        return self.lengths.prompt + self.lengths.mean
+        return self.lengths.row_tokens(self.lengths.mean)
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,25 @@ def _longest_s(engines: Sequence[EngineGroup], under_way: Sequence[float], work:
 
 
 def _mean_s(one: EngineGroup, under_way: float, work: Workload) -> float:
-    """Seconds in which an engine decodes a sequence, among others."""
-    return work.lengths.mean * one.durations.decode_s(max(1.0, under_way), work.lengths.mean_context)
+    """Seconds in which an engine decodes a sequence, among others, and those between its turns."""
+    lengths, decoded = work.lengths, _decoding(one, under_way, work)
+    return lengths.mean * one.durations.decode_s(max(1.0, decoded), lengths.mean_context) + lengths.waits_s
+
+
+def _decoding(one: EngineGroup, under_way: float, work: Workload) -> float:
+    """Sequences that an engine decodes at a time, of so many that are under way: the others are between turns."""
+    lengths, decoded = work.lengths, under_way
+    for _ in range(ROUNDS if lengths.waits_s else 0):
+        seconds = lengths.mean * one.durations.decode_s(max(1.0, decoded), lengths.mean_context)
+        decoded = under_way * seconds / (seconds + lengths.waits_s)
+    return decoded
+
+
+def _read_s(one: EngineGroup, work: Workload) -> float:
+    """Seconds in which an engine reads one sequence's part of its group's prompt, and what is added between turns."""
+    lengths, durations = work.lengths, one.durations
+    later = durations.prefill_s(round(lengths.read)) if lengths.read else 0.0
+    return durations.prefill_s(lengths.prompt) / work.group_size + later
 
 
 def _most(one: EngineGroup, engines: Sequence[EngineGroup], work: Workload) -> float:
@@ -177,10 +196,8 @@ def _most(one: EngineGroup, engines: Sequence[EngineGroup], work: Workload) -> f
 
 
 def _rate(one: EngineGroup, work: Workload, sequences: float) -> float:
-    """Sequences a second of one engine that decodes `sequences` in the mean: with less than one it is idle at times."""
-    step = one.durations.decode_s(max(1.0, sequences), work.lengths.mean_context)
-    prefill = one.durations.prefill_s(work.lengths.prompt) / work.group_size
-    return sequences / (work.lengths.mean * step + sequences * prefill)
+    """Sequences a second of one engine that has `sequences` under way: with less than one it is idle at times."""
+    return sequences / (_mean_s(one, sequences, work) + sequences * _read_s(one, work))
 
 
 def _split(engines: Sequence[EngineGroup], work: Workload) -> list[tuple[EngineGroup, float]]:
@@ -193,28 +210,34 @@ def _split(engines: Sequence[EngineGroup], work: Workload) -> list[tuple[EngineG
 
 def _drained_s(one: EngineGroup, work: Workload, rows: float) -> float:
     """Seconds in which one engine makes `rows` rows, with nothing after them."""
-    lengths = work.lengths
-    prefill = rows / work.group_size * one.durations.prefill_s(lengths.prompt)
+    lengths, read = work.lengths, rows * _read_s(one, work)
     if rows <= one.slots:
         longest = lengths.longest(min(work.num_rows, POINTS))  # some engine has the batch's
         own = [*(min(length, longest) for length in lengths.sample(CLASSES)), longest]
-        return prefill + _decoded_s(one.durations, own, max(0.0, rows - 1), lengths.prompt)
-    step = one.durations.decode_s(one.slots, lengths.mean_context)
-    left = lengths.residuals
-    full = (rows * lengths.mean - one.slots * sum(left) / len(left)) / one.slots * step
-    before = lengths.prompt + lengths.mean / 2
-    return prefill + full + _decoded_s(one.durations, left, one.slots - 1, before)
+        return read + _last_s(one, own, rows, lengths.prompt, work)
+    decoded, left = _decoding(one, one.slots, work), lengths.residuals
+    step = one.durations.decode_s(decoded, lengths.mean_context)
+    full = (rows * lengths.mean - one.slots * sum(left) / len(left)) / decoded * step
+    return read + full + _last_s(one, left, one.slots, lengths.row_tokens(lengths.mean / 2), work)
 
 
-def _decoded_s(durations: Durations, lengths: Sequence[int], others: float, before: float) -> float:
+def _last_s(one: EngineGroup, left: Sequence[int], rows: float, before: float, work: Workload) -> float:
+    """Seconds until the last of an engine's rows has ended, its waits between turns included. `left`: tokens that
+    sequences still have to make, which stand for those of all rows."""
+    share = _decoding(one, rows, work) / rows
+    decoded = _decoded_s(one.durations, left, share * max(0.0, rows - 1), before, work.lengths.growth)
+    return decoded + work.lengths.waits_s * left[-1] / work.lengths.mean
+
+
+def _decoded_s(durations: Durations, lengths: Sequence[int], others: float, before: float, growth: float) -> float:
     """Seconds until the last of these has ended. `lengths`: ascending. The last one stands for one row, each of the
     rest for an equal part of the `others`, which need not be a whole number; `before`: tokens that each has at the
-    start."""
+    start; `growth`: tokens by which each grows with a token that it decodes."""
     seconds, last, each = 0.0, 0, others / (len(lengths) - 1)
     for index, length in enumerate(lengths):
         if length > last:
             there = 1 + (len(lengths) - 1 - index) * each
-            seconds += (length - last) * durations.decode_s(there, before + (last + length) / 2)
+            seconds += (length - last) * durations.decode_s(there, before + growth * (last + length) / 2)
         last = length
     return seconds
 
@@ -232,7 +255,7 @@ def _rows_of_share(work: Workload) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _rows(lengths: Lengths, count: int) -> tuple[int, ...]:
-    return tuple(lengths.prompt + length for length in lengths.sample(count))
+    return tuple(round(lengths.row_tokens(length)) for length in lengths.sample(count))
 
 
 def _others_s(ranks: Durations, work: Workload, rollout: float) -> float:

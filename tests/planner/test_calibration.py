@@ -12,6 +12,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.planner.calibration import SPLIT, calibrated, read_pilot
 from penstock.planner.cost_model import Efficiencies
+from penstock.planner.lengths import Turns
 from penstock.planner.plan_inputs import search_of
 from penstock.planner.search import Search
 
@@ -61,6 +62,20 @@ def test_lengths_are_those_of_the_samples_and_else_of_the_metrics(search: Search
     RunDirectory.open(place).write_samples(3, pa.table(rows))
     found = read_pilot(place).lengths
     assert (found.mean, found.prompt) == (25, 20)
+
+
+def test_turns_are_those_that_the_run_has_counted(search: Search, tmp_path: Path) -> None:
+    """Ten attempts a step of four turns; before 30 of them 100 tokens were added, 2 s passed, and 1,000 tokens were
+    there: a prompt of 550, half of 700 that are sampled, and half of 200."""
+    counts = {
+        "attempts_completed": 8, "attempts_failed": 2, "turns": 40, "tokens_added": 3000, "waited_ms": 60_000,
+        "tokens_continued": 30_000, "tokens_reread": 3000,
+    }  # fmt: skip
+    more = {f"environment/{name}": float(value) for name, value in counts.items()}
+    found = read_pilot(recorded(tmp_path, search, 0, 5, more)).lengths
+    assert found.turns == Turns(4, added=100, wait_s=2.0, reread=0.1)
+    assert found.prompt == pytest.approx(550, abs=2)
+    assert read_pilot(recorded(tmp_path / "other", search, 0, 5)).lengths.turns == Turns()
 
 
 def test_links_between_nodes_are_as_slow_as_they_were_measured(search: Search, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Lengths of responses have the mean that was asked for, whatever the cap, and are the same whenever they are drawn."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.lengths import POINTS, Lengths
+from penstock.planner.lengths import POINTS, Lengths, Turns
 
 
 @given(mean=st.floats(1, 4000), cap=st.integers(64, 8192), sigma=st.floats(0.0, 1.2))
@@ -29,6 +31,18 @@ def test_the_context_of_a_token_counts_long_responses_more_often() -> None:
     stream 20 / 12."""
     found = Lengths((2, 4), prompt=10)
     assert found.mean_context == pytest.approx(10 + (4 + 16) / 2 / (2 * 3))
+
+
+def test_turns_add_tokens_in_proportion_and_are_read_again_without_a_cache() -> None:
+    """Three turns of one token in the mean, with 1.5 tokens before the second and the third: each token sampled brings
+    one that is not. Before a further turn there are 10 + 1 and 10 + 2 + 1.5, of which half is read again."""
+    found = Lengths((2, 4), prompt=10, turns=Turns(3, added=1.5, wait_s=2.0))
+    assert (found.growth, found.waits_s, found.read, found.row_tokens(4)) == (2.0, 4.0, 3.0, 18.0)
+    assert found.mean_context == pytest.approx(10 + 2 * (4 + 16) / 2 / (2 * 3))
+    again = replace(found, turns=replace(found.turns, reread=0.5))
+    assert again.read == pytest.approx(3 + 0.5 * (11 + 13.5))
+    alone = replace(found, turns=Turns())
+    assert (alone.growth, alone.waits_s, alone.read, alone.row_tokens(4)) == (1.0, 0.0, 0.0, 14.0)
 
 
 def test_what_is_left_at_a_random_moment_is_half_of_what_is_met() -> None:

@@ -19,7 +19,16 @@ from penstock.orchestrator.configuration.resolved import ResolvedRun
 from penstock.orchestrator.configuration.validate import checks
 from penstock.planner.candidates import with_keys
 from penstock.planner.hardware import with_prices
-from penstock.planner.plan_inputs import lengths_of, nodes_by_kind, overrides_of, parse_hours, search_of, uncounted_keys
+from penstock.planner.lengths import Turns
+from penstock.planner.plan_inputs import (
+    lengths_of,
+    nodes_by_kind,
+    overrides_of,
+    parse_hours,
+    search_of,
+    turns_of,
+    uncounted_keys,
+)
 from penstock.planner.search import Plan, Search, changes_that_fit, cheapest, find_speedups, plan_of
 
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
@@ -258,6 +267,31 @@ def test_what_is_asked_wrongly_is_refused_by_name() -> None:
         parse_hours("12")
     with pytest.raises(ConfigError, match=r"config\.json"):
         search_of(load_config([*WORDS[:1], "model.path=someone/else"]), "1x8:h100", None)
+
+
+def test_turns_are_asked_for_or_usual_ones_of_an_environment() -> None:
+    config = load_config(list(WORDS))
+    assert turns_of(config, None) == Turns()
+    assert turns_of(config, "6:2.5:300") == Turns(6, added=300, wait_s=2.5)
+    without = load_config([*WORDS, "rollout.engine_options={enable_prefix_caching: false}"])
+    assert turns_of(without, "6:2.5") == Turns(6, added=100, wait_s=2.5, reread=1.0)
+    played = load_config([*WORDS, "environment.name=tools", "environment.max_turns=10"])
+    assert turns_of(played, None) == Turns(4, added=100)
+    for text in ("many", "0", "4:-1", "1:2:3:4", ""):
+        with pytest.raises(ConfigError, match=f"--turns '{text}'"):
+            turns_of(config, text)
+
+
+def test_a_plan_of_several_turns_says_them(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "--cluster", "1x4:h100", "--lengths", "1000"]
+    seconds = []
+    for more in ([], ["--turns", "6:20:300"]):
+        assert main(["plan", *words, *more]) == 0
+        said = capsys.readouterr().out
+        seconds.append(float(re.findall(r": ([\d.]+) s a step", said)[0]))
+    assert "An attempt has 6.0 turns; before each further one its environment adds 300 tokens and takes 20.0 s" in said
+    assert "were played by the simulator" not in said
+    assert seconds[1] > seconds[0] + 5 * 20
 
 
 def test_keys_that_no_plan_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.planner.durations import SyncSeconds
-from penstock.planner.lengths import POINTS, Lengths
+from penstock.planner.lengths import POINTS, Lengths, Turns
 from penstock.planner.steady import EngineGroup, Workload, estimate
 
 
@@ -142,6 +142,55 @@ def test_rewards_are_given_while_longer_groups_go_on() -> None:
     spread = Lengths((10,) * 192 + (100,) * 64, prompt=5)
     work = Workload(4, 1, spread, 1, stages=(("reward", 1),))
     assert estimate([EngineGroup(1, Constant(), 256)], PerRow(), work).others_s == pytest.approx(0.3)
+
+
+class Reading(ByTokens):
+    def prefill_s(self, tokens: int) -> float:
+        return tokens / 1000
+
+
+AGENTS = replace(WORK, lengths=replace(TEN, turns=Turns(3, added=4, wait_s=2.0)))
+"""Ten tokens in three turns, and before the second and the third 4 tokens and 2 s."""
+
+
+def test_attempts_wait_and_read_between_turns() -> None:
+    """Each of two engines reads 4 sequences' added tokens and half of a prompt each, decodes ten steps of 0.1 s, and
+    waits for 4 s. A share trains four rows of 5 + 10 + 8 tokens."""
+    found = estimate([EngineGroup(2, Reading(each=0.0), 256)], Reading(), AGENTS)
+    assert found.rollout_s == pytest.approx(4 * (0.008 + 0.0025) + 1.0 + 4.0)
+    assert found.update_s == pytest.approx(4 * 23)
+
+
+def test_attempts_keep_their_places_while_they_wait() -> None:
+    """Of four places each makes a row in 1 + 4 s: eight rows in 10 s, where responses of one turn take 2 s."""
+    engines, off = [EngineGroup(1, Constant(each=0.0), 4)], replace(AGENTS, max_staleness=8)
+    assert estimate(engines, Constant(a_row=0.0), off).rollout_s == pytest.approx(10 + 0.5)
+    alone = replace(off, lengths=TEN)
+    assert estimate(engines, Constant(a_row=0.0), alone).rollout_s == pytest.approx(2 + 0.5)
+
+
+def test_sequences_between_turns_make_the_others_decode_faster() -> None:
+    """Of 40 under way those decode that are not between turns: with d of them a step takes 0.1 + 0.01 d, and d is 40
+    times the share of ten steps of them and 4 s."""
+    work = replace(AGENTS, groups=20, max_staleness=8)
+    found = estimate([EngineGroup(1, Constant(), 40)], Constant(a_row=0.0), work)
+    seconds = found.rollout_s - 0.5  # of 40 rows, which are all under way
+    share = (seconds - 4) / seconds
+    assert seconds - 4 == pytest.approx(10 * (0.1 + 0.01 * 40 * share), rel=0.01)
+
+
+@given(waits=st.tuples(st.floats(0, 50), st.floats(0, 50)), staleness=st.integers(0, 3), slots=st.integers(1, 64))
+def test_longer_waits_between_turns_never_make_a_step_faster(
+    waits: tuple[float, float], staleness: int, slots: int
+) -> None:
+    first, last = (
+        estimate(
+            [EngineGroup(2, Reading(), slots)], Reading(a_row=0.1),
+            replace(AGENTS, lengths=replace(TEN, turns=Turns(3, 4, wait_s)), max_staleness=staleness),
+        ).step_s
+        for wait_s in sorted(waits)
+    )  # fmt: skip
+    assert first <= last * 1.001
 
 
 @given(

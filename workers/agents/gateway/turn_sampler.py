@@ -11,6 +11,7 @@ tokens from there on, and nothing else. Environments call the sampler through th
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -160,6 +161,8 @@ class TurnSampler:
         self._by_request: dict[Key, Turn] = {}
         self._turns: dict[int, Turn] = {}
         self._num_asked = self._num_untrained = self.num_under_way = 0
+        self._ended_s: float | None = None
+        """Time at which the last turn ended; None: none has."""
         self._end_reason: Exception | None = None
         self._context_error: LimitReached | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -265,6 +268,8 @@ class TurnSampler:
         return over.limit if isinstance(over, LimitReached) else ""
 
     async def _await_turn(self, turn: Coroutine[Any, Any, Turn]) -> Turn:
+        if self._ended_s is not None and not self._in_flight:
+            self.counts["waited_ms"] += round(1e3 * (time.monotonic() - self._ended_s))
         task = asyncio.ensure_future(turn)
         self._in_flight.add(task)
         try:
@@ -276,6 +281,7 @@ class TurnSampler:
             raise
         finally:
             self._in_flight.discard(task)
+            self._ended_s = time.monotonic()
             task.cancel()
 
     async def _turn(

@@ -39,6 +39,21 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_sampled() -> None:
     asyncio.run(scenario())
 
 
+def test_the_time_between_turns_is_counted_once() -> None:
+    async def scenario() -> None:
+        sampler = make_sampler(Saying(["one", "two", "three", "four", "five"]))
+        await sampler.sample([user("a")])
+        assert sampler.counts["waited_ms"] == 0
+        await asyncio.sleep(0.03)
+        await asyncio.gather(sampler.sample([user("a"), said("one"), user("b")]), sampler.sample([user("c")]))
+        waited_ms = sampler.counts["waited_ms"]
+        assert waited_ms >= 29
+        await asyncio.gather(sampler.sample([user("d")]), sampler.sample([user("e")]))
+        assert sampler.counts["waited_ms"] - waited_ms < waited_ms, "nothing was waited for"
+
+    asyncio.run(scenario())
+
+
 def test_a_turn_never_continues_one_of_another_policy() -> None:
     async def scenario() -> None:
         engines = Saying(["one", "two", "three", "four"])
