@@ -1,9 +1,17 @@
 """Measurements that others have published (`published.yaml`), as rows that the cost model predicts.
 
 A row of a trainer is an update of two rows a GPU; a row of a run is a step. Another system's ways are said in terms of
-this one's: a stage of a pipeline has its part of the layers, ranks of Megatron keep their weights, what is computed
-besides the update the ranks do after it. Where the mean length of responses is not told, the first row of a model, a
-cap and a placement says it, and is no row itself.
+this one's, and what it alone has is counted here, as no run of Penstock can have it:
+
+    pipeline   a stage has its part of the layers, and waits for the others while the pipeline fills and drains
+    context    tokens of a row are split over ranks, as sequence parallelism does
+    experts    of a layer are split over ranks; tokens between nodes cross the network, forward, again where layers are
+               recomputed, and backward
+    Megatron   ranks keep their weights; what is computed besides the update the ranks do after it
+    engines    that are split over several nodes reduce over the network
+
+Where the mean length of responses is not told, the first row of a model, a cap and a placement says it, and is no row
+itself.
 """
 
 import math
@@ -15,8 +23,10 @@ from typing import Any
 
 import yaml
 
-from penstock.conf.rollout import Precision
+from penstock.conf.rollout import QUANTIZED_ONLINE, Precision
 from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.orchestrator.configuration.measured_shape import measured_shape
+from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.planner.cost_model import Efficiencies, EngineCosts, RankCosts, kernels_of
 from penstock.planner.durations import SyncSeconds
 from penstock.planner.hardware import KINDS
@@ -27,6 +37,13 @@ from penstock.planner.steady import EngineGroup, Workload, estimate
 FILE = Path(__file__).with_name("published.yaml")
 SLOTS = 256
 """Sequences that an engine decodes at a time: vLLM's default."""
+DOMAINS = {"gb200": 72}
+"""GPUs that NVLink joins, where they are more than 8."""
+MADE = {"deepseek-ai/DeepSeek-V3": "deepseek_v3"}
+"""Models that are the default of their kind in transformers."""
+TRANSFERS, SCORING_TRANSFERS = 6, 2
+"""Times that a token goes to its experts or comes back: in an update whose layers are recomputed, and in a forward
+pass."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,10 @@ class Durations:
     engine: EngineCosts
     rank: RankCosts
     scored: int
+    stages: int = 1
+    """Of a pipeline."""
+    transfer_s: float = 0.0
+    """Seconds in which a token of a rank's rows goes from one node to experts on another, in all layers of a stage."""
 
     def prefill_s(self, tokens: int) -> float:
         return self.engine.prefill_s(tokens)
@@ -59,7 +80,14 @@ class Durations:
         return self.engine.decode_s(num_sequences, context)
 
     def update_s(self, lengths: Sequence[Sequence[int]]) -> float:
-        return max(self.rank.update_s(own) + self.scored * self.rank.score_s(own) for own in lengths)
+        return max(self._passes_s(own) for own in lengths)
+
+    def _passes_s(self, own: Sequence[int]) -> float:
+        transfers = TRANSFERS + self.scored * SCORING_TRANSFERS
+        seconds = self.rank.update_s(own) + self.scored * self.rank.score_s(own)
+        seconds += transfers * self.transfer_s * sum(own)
+        microbatches = sum(own) / self.rank.config.microbatch_tokens / self.rank.config.num_minibatches
+        return seconds * (1 + (self.stages - 1) / max(1.0, microbatches))
 
     def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
         return 0.0
@@ -71,23 +99,33 @@ class Durations:
         return 0.0
 
 
-@lru_cache(maxsize=1)
-def rows(file: Path = FILE) -> tuple[Row, ...]:
-    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+@lru_cache(maxsize=2)
+def rows(section: str = "runs") -> tuple[Row, ...]:
+    """Rows of runs, and beside those to which factors are fitted, those of trainers. `section`: `runs`, or `held_out`,
+    to which none is fitted."""
+    found = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     trainers = [
         Row(one["system"], f"{one['name']}, {length:,}", seconds, _trainer(one, length), 1,
             f"{one['model']} {length}")
-        for one in found["trainers"] for length, seconds in one["seconds"].items()
+        for one in found["trainers"] for length, seconds in one["seconds"].items() if section == "runs"
     ]  # fmt: skip
     first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for one in found["runs"]:
+    for one in found[section]:
         first.setdefault(_workload(one), one)
     runs = [
         Row(one["system"], one["name"], one["step_s"], _run(one, first[_workload(one)]), _gpus(one),
             f"{one['model']} {one['cap']} {one['kind']}")
-        for one in found["runs"] if "mean" in one or one is not first[_workload(one)]
+        for one in found[section] if "mean" in one or one is not first[_workload(one)]
     ]  # fmt: skip
     return (*trainers, *runs)
+
+
+@lru_cache
+def shape_of(model: str) -> ModelShape:
+    """Sizes of a model that is known by name, or that transformers makes of its kind's own config.json."""
+    shape = known_shape(model) or measured_shape({"model_type": MADE[model]})
+    assert shape is not None
+    return shape
 
 
 def _gpus(one: Mapping[str, Any]) -> int:
@@ -105,8 +143,7 @@ def _trainer(one: Mapping[str, Any], length: int) -> Callable[[Efficiencies, boo
         num_ranks=one["gpus"], num_gpus_per_rank=1.0, dtype="bfloat16", lora=LoraConfig(rank=one["lora"]),
         max_tokens_per_microbatch=length if recomputes else 2 * length, activation_checkpointing=recomputes,
     )  # fmt: skip
-    shape, kind = known_shape(one["model"]), KINDS[one["kind"]]
-    assert shape is not None
+    shape, kind = shape_of(one["model"]), KINDS[one["kind"]]
     return lambda rates, lockstep: RankCosts(shape, kind, rates, config).update_s([length, length])
 
 
@@ -121,21 +158,26 @@ def _run(one: Mapping[str, Any], first: Mapping[str, Any]) -> Callable[[Efficien
 
 
 def step_s(one: Mapping[str, Any], mean: float, rates: Efficiencies, lockstep: bool) -> float:
-    shape, kind, train = known_shape(one["model"]), KINDS[one["kind"]], one["train"]
-    assert shape is not None
-    engine_gpus, num_ranks = one["gpus"]
+    shape, kind, train = shape_of(one["model"]), KINDS[one["kind"]], {"cp": 1, "ep": 1, **one["train"]}
+    precision = QUANTIZED_ONLINE[one["quantization"]] if "quantization" in one else Precision()
+    (engine_gpus, num_ranks), domain = one["gpus"], DOMAINS.get(kind.name, 8)
     config = TrainerConfig(
         num_ranks=num_ranks, num_gpus_per_rank=1.0, dtype="bfloat16", tensor_parallel_size=train["tp"],
-        shard_size=train["tp"] if train["keeps_weights"] else 0, num_minibatches=one["updates"],
+        sequence_parallel_size=train["cp"], shard_size=train["tp"] if train["keeps_weights"] else 0,
+        num_minibatches=one["updates"],
         activation_checkpointing=True, max_tokens_per_microbatch=one["microbatch"],
     )  # fmt: skip
     lengths = _lengths(round(mean), one["cap"], one["prompt"])
-    num_shares = num_ranks // train["tp"] // train["pp"]
+    num_shares = config.num_shares // train["pp"]
     work = Workload(one["groups"], one["size"], lengths, num_shares, one["staleness"], one["colocated"], one["updates"])
-    rank = RankCosts(replace(shape, num_layers=shape.num_layers // train["pp"]), kind, rates, config)
-    parts = one["engine_tp"]
-    engine = EngineCosts(shape, kind, rates, parts, kernels=kernels_of(shape, kind, parts, Precision()))
-    durations = Durations(engine, rank, one["scored"])
+    faster = 2.0 if precision.is_eight_bit else 1.0  # ranks compute in the engines' precision
+    stage, parts = replace(shape, num_layers=shape.num_layers // train["pp"]), one["engine_tp"]
+    rank = RankCosts(stage, replace(kind, flops=faster * kind.flops), rates, config, domain)
+    sent = 2 * shape.hidden * shape.experts_per_token * stage.num_layers * max(0.0, 1 - domain / train["ep"])
+    transfer_s = sent / config.ranks_per_row / (kind.network * rates.link)
+    own = kind if parts <= domain else replace(kind, link=kind.network)
+    engine = EngineCosts(shape, own, rates, parts, precision, kernels_of(shape, own, parts, precision))
+    durations = Durations(engine, rank, one["scored"], train["pp"], transfer_s)
     engines = [EngineGroup(engine_gpus // parts, durations, SLOTS)]
     if not lockstep or not one["staleness"]:
         return estimate(engines, durations, work).step_s

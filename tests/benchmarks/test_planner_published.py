@@ -7,13 +7,15 @@ import pytest
 import yaml
 
 from benchmarks.planner import gains, published
-from benchmarks.planner.published_rows import FILE
+from benchmarks.planner.published_rows import FILE, Durations, step_s
 from benchmarks.planner.published_rows import rows as rows_of
 from penstock.conf.rollout import Precision
-from penstock.planner.cost_model import SYSTEMS, Efficiencies, kernels_of
+from penstock.conf.trainer import TrainerConfig
+from penstock.planner.cost_model import SYSTEMS, Efficiencies, EngineCosts, RankCosts, kernels_of
 from penstock.planner.hardware import KINDS
 from penstock.planner.plan_inputs import known_shape
 
+H100 = KINDS["h100"]
 FACTS = yaml.safe_load(FILE.read_text(encoding="utf-8"))
 WRITE_RATE = (1.2e9, 2.2e9)
 """Bytes a second at which prime-rl writes the weights of a full update: its tokens a second count the time, its seconds
@@ -27,7 +29,10 @@ def test_each_row_is_predicted_in_seconds_of_its_size() -> None:
     assert all(row.measured / 4 < row.predict(Efficiencies(), False) < row.measured * 4 for row in rows)
 
 
-@pytest.mark.parametrize("one", [one for one in FACTS["runs"] if "tokens_per_s" in one], ids=lambda one: one["name"])
+RUNS = [*FACTS["runs"], *FACTS["held_out"]]
+
+
+@pytest.mark.parametrize("one", [one for one in RUNS if "tokens_per_s" in one], ids=lambda one: one["name"])
 def test_a_run_trains_as_many_tokens_as_its_source_counts(one: dict[str, Any]) -> None:
     gpus = one["gpus"][0] if one["colocated"] else sum(one["gpus"])
     counted = one["tokens_per_s"] * gpus * one["step_s"]
@@ -52,6 +57,39 @@ def test_factors_are_fitted_with_measured_kernels_where_there_are_any(one: dict[
     shape, kind = known_shape(one["model"]), KINDS[one["kind"]]
     assert shape is not None
     assert (kernels_of(shape, kind, one["engine_tp"], Precision()).measured is not None) == (kind.name in SYSTEMS)
+
+
+def durations(scored: int = 0, **own: Any) -> Durations:
+    """A rank of Qwen3-0.6B, which makes micro-batches of 8,192 tokens."""
+    shape = known_shape("Qwen/Qwen3-0.6B")
+    assert shape is not None
+    config = TrainerConfig(num_gpus_per_rank=1, dtype="bfloat16", max_tokens_per_microbatch=8192)
+    engine, rank = EngineCosts(shape, H100, Efficiencies()), RankCosts(shape, H100, Efficiencies(), config)
+    return Durations(engine, rank, scored, **own)
+
+
+def test_stages_of_a_pipeline_wait_while_it_fills_and_drains() -> None:
+    """Eight micro-batches by four stages take as long as eleven; a single one as long as four."""
+    eight, one = [[8192] * 8], [[4096]]
+    assert durations(stages=4).update_s(eight) == pytest.approx(durations().update_s(eight) * 11 / 8)
+    assert durations(stages=4).update_s(one) == pytest.approx(durations().update_s(one) * 4)
+
+
+def test_tokens_go_to_experts_and_back_in_each_pass() -> None:
+    """Forward, forward again, backward, and one forward pass beside the update: eight times."""
+    rows = [[8192] * 8]
+    more = durations(scored=1, transfer_s=1e-6).update_s(rows) - durations(scored=1).update_s(rows)
+    assert more == pytest.approx(8 * 8 * 8192 * 1e-6)
+
+
+def test_experts_on_other_nodes_cost_the_network() -> None:
+    """Experts on one node exchange nothing over the network, of which 16 ranks on two nodes have half."""
+    (one,) = (one for one in FACTS["held_out"] if one["name"] == "Qwen3-235B sync 128")
+
+    def seconds(**own: int) -> float:
+        return step_s(one | {"train": one["train"] | own}, one["mean"], Efficiencies(), False)
+
+    assert seconds(ep=8) < seconds(ep=16) < seconds(ep=32)
 
 
 def test_each_row_left_out_in_turn_is_predicted_within_the_bars() -> None:
