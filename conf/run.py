@@ -321,7 +321,7 @@ def validate(config: RunConfig) -> None:
             f"trainer.num_minibatches={config.trainer.num_minibatches} exceeds trainer.groups_per_step="
             f"{config.trainer.groups_per_step}: a minibatch needs at least one group."
         )
-    if config.rollout.router_replay and (config.trainer.compile or config.trainer.sequence_parallel_size > 1):
+    if config.rollout.router_replay and (config.trainer.compile or config.trainer.sequence_ranks > 1):
         raise ConfigError(
             f"rollout.router_replay=true: experts are replayed where routers run, on whole rows, and trainer.compile="
             f"{str(config.trainer.compile).lower()} with trainer.sequence_parallel_size="

@@ -18,6 +18,8 @@ VISION = "vision"
 REMEMBERED_BYTES = 2**30
 """Most bytes of pixels, or of a frozen tower's features, that a rank keeps of the pictures that were read last: some
 fifty to a hundred large ones, or thousands of small ones. Those of the rows at hand are kept however many."""
+MOST_SEQUENCE_RANKS = 8
+"""Most ranks among which sequence_parallel_size=auto chooses groups: the GPUs of a node, whose links are fast."""
 KEEP_WHOLE_BYTES = 2 * 2**30
 """Largest model (float32) that is gathered once an optimizer step, and whose gradients are reduced once: less
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
@@ -151,9 +153,12 @@ class TrainerConfig:
     tensor_parallel_size: int = 1
     """Ranks that split the linear layers of one copy of the model, so that larger ones fit; must divide num_ranks and
     the model's heads. They train on the same rows. Engine fsdp only."""
-    sequence_parallel_size: int = 1
+    sequence_parallel_size: int | str = 1
     """Ranks that split the tokens of the same rows (Ulysses, 2309.14509), so that longer ones fit; must divide
-    num_ranks and the model's heads. Engine fsdp only."""
+    num_ranks and the model's heads. auto: chosen for each micro-batch, by the lengths of its rows, among 1, 2, 4, ...
+    and the largest power of two that divides num_ranks, 8 at most: long rows over many ranks, short ones alone. Packs
+    rows. With max_staleness above 0 it goes by times that are measured at the start, else by the model's size alone,
+    so that a rerun has the same bits. Changes results by rounding. Engine fsdp only."""
     shard_size: int = 0
     """Ranks, one after the other, that hold one copy of weights, gradients and optimizer states; each further block of
     so many holds another (HSDP, 2304.11277). 0: all ranks hold one, which takes the least memory. With the ranks of a
@@ -176,8 +181,8 @@ class TrainerConfig:
     """Optimizer steps of one update, each on its share of the batch. Above 1 the ratio is taken against the batch's
     start."""
     max_tokens_per_microbatch: int | str = AUTO
-    """Token budget of one forward-backward, padding included, of which packed rows have none. Bounds activation memory;
-    changes no result but for rounding. auto: on a GPU whose memory is known (cluster.gpu_memory_gib), as many as fit,
+    """Token budget of one forward-backward, padding included, of which packed rows have none; with
+    sequence_parallel_size=auto, of each rank. Bounds activation memory; changes no result but for rounding. auto: on a GPU whose memory is known (cluster.gpu_memory_gib), as many as fit,
     up to 32,768, beyond which nothing is gained; else 8,192."""
     packing: str = "auto"
     """Rows of a micro-batch without padding, one after the other; none attends to another (what verl calls
@@ -271,11 +276,12 @@ class TrainerConfig:
             if isinstance(getattr(self, key), str):
                 one_of(f"trainer.{key}", getattr(self, key), (AUTO,))
         for key in ("tensor_parallel_size", "sequence_parallel_size"):
-            at_least(f"trainer.{key}", getattr(self, key), 1)
-            divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
+            if not auto_or_number(f"trainer.{key}", getattr(self, key)):
+                at_least(f"trainer.{key}", getattr(self, key), 1)
+                divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
-        if self.num_scorer_ranks:
+        if self.num_scorer_ranks and not self.splits_by_length:
             divides(both, self.ranks_per_row, "trainer.num_scorer_ranks", self.num_scorer_ranks)
         for name, ranks in self.scorer_ranks.items():
             at_least(f"trainer.scorer_ranks.{name}", ranks, 1)
@@ -299,7 +305,12 @@ class TrainerConfig:
                 "trainer.liger=true: Liger's kernels are for GPUs, and trainer.num_gpus_per_rank=0. Set that to 1, or "
                 "leave trainer.liger out."
             )
-        if self.router_aux_loss_coef and (self.compile or self.sequence_parallel_size > 1):
+        if self.splits_by_length and self.packing == "never":
+            raise ConfigError(
+                "trainer.sequence_parallel_size=auto packs the rows of a micro-batch, and trainer.packing=never. Set "
+                "trainer.packing=auto, or a number of ranks."
+            )
+        if self.router_aux_loss_coef and (self.compile or self.sequence_ranks > 1):
             raise ConfigError(
                 f"trainer.router_aux_loss_coef={self.router_aux_loss_coef}: routers are watched where they run, on "
                 "whole rows. Set it to 0, or trainer.compile=false and trainer.sequence_parallel_size=1."
@@ -386,9 +397,22 @@ class TrainerConfig:
         return VISION in self.freeze or self.lora.rank > 0
 
     @property
+    def splits_by_length(self) -> bool:
+        """True if ranks choose for each micro-batch which of them split its rows."""
+        return self.sequence_parallel_size == AUTO
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that split the tokens of the same rows, or may, where they choose for each micro-batch."""
+        if not isinstance(self.sequence_parallel_size, str):
+            return self.sequence_parallel_size
+        num_ranks = self.num_ranks // self.tensor_parallel_size
+        return min(MOST_SEQUENCE_RANKS, num_ranks & -num_ranks)
+
+    @property
     def ranks_per_row(self) -> int:
         """Ranks that have the same rows and split the work on them."""
-        return self.tensor_parallel_size * self.sequence_parallel_size
+        return self.tensor_parallel_size * self.sequence_ranks
 
     @property
     def num_shares(self) -> int:

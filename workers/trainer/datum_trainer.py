@@ -59,17 +59,16 @@ class DatumTrainer(PolicyTrainer):
         inputs = LossSignature.of(formula, rows.names)
         with self._phase("agreement on micro-batches"):
             minibatches = self._batcher.minibatches(rows, inputs, 1)
-        tally, found = Tally(), [np.zeros(0, np.float32)] * len(data)
+        tally, found = Tally(), dict[int, np.ndarray]()
 
         def share(batch: MicroBatch) -> Tensor:
             logprobs_N = self._scores(batch, "none")[0]
             if batch.is_dummy:
                 return logprobs_N.sum() * 0.0
-            for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, logprobs_N), strict=True):
-                found[position] = values
+            found.update(zip(batch.rows.tolist(), batching.split_rows(batch, logprobs_N), strict=True))
             value, metrics = inputs.call(batch, minibatches[0].totals, {"logprobs": batch.scatter(logprobs_N)})
             for key, metric in metrics.items():
-                tally.add(key, metric)
+                tally.of(batch).add(key, metric)
             return value
 
         for minibatch in minibatches:
@@ -79,10 +78,10 @@ class DatumTrainer(PolicyTrainer):
             else:
                 self._forward_alone(minibatch.batches, share)
         with self._phase("metrics of all data"):
-            metrics = tally.reduced(self.ranks)
+            metrics, of_data = tally.reduced(self.ranks), self._of_block(found)
         if loss is not None:
             metrics.setdefault("loss", 0.0)
-        return ForwardOutput(shaped(found, data), metrics)
+        return ForwardOutput(shaped([of_data[number] for number in range(len(data))], data), metrics)
 
     @property
     def _limits(self) -> ModelLimits:

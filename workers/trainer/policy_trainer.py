@@ -12,12 +12,13 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens,
 """
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -73,9 +74,12 @@ from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.minibatches import Batcher, LossSignature, Minibatch
 from penstock.workers.trainer.update.picture_places import Pictures
+from penstock.workers.trainer.update.rank_groups import PassCosts
 from penstock.workers.trainer.update.tally import Tally, TokenAges, add_mismatch, with_shares
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece, hash_of_pieces
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,8 @@ class PolicyTrainer:
             self.ranks.leave()
             raise
         self._batcher = Batcher(self.ranks, self.config, self.max_length, rows_alone, self.packs, sharing=self.sharing)
+        if self.ranks.block is not None:
+            self.split_by(self.estimated_costs())
 
     def _make(self, model_path: str, attention: str) -> None:
         """Make the model, and the engine that trains it."""
@@ -170,7 +176,8 @@ class PolicyTrainer:
         self.size = size_of(self.model, has_adapters=self.trainable and bool(config.lora.rank))
         """Size of the whole model, whatever part of it this rank has."""
         kernels = packed_attention.find_kernels(self.model.lm, config, self.ranks)
-        self.packs = packed_attention.choose(self.model.lm, config.packing, has_kernel=kernels.packed)
+        packing = "always" if self.ranks.block is not None else config.packing
+        self.packs = packed_attention.choose(self.model.lm, packing, has_kernel=kernels.packed)
         """True if rows of a micro-batch are packed (`trainer.packing`)."""
         self.sharing = packed_attention.choose_trees(
             self.model.lm, config.share_prefixes, is_compiled=config.compile, has_kernel=kernels.trees
@@ -196,6 +203,18 @@ class PolicyTrainer:
     def _add_adapters(self) -> dict[str, Tensor]:
         """Put adapters into the model; returns their values."""
         return add_adapters(self.model.lm, self.config.lora, self.policies)
+
+    def estimated_costs(self) -> PassCosts:
+        """Costs of passes by the model's size, the same in every run."""
+        return PassCosts.estimated(
+            self.engine.split_sizes, self.ranks.device.type, num_parameters=self.size.num_parameters,
+            num_layers=self.size.num_layers, width=self.size.width,
+            element_bytes=getattr(torch, self.config.dtype).itemsize,
+        )  # fmt: skip
+
+    def split_by(self, costs: PassCosts) -> None:
+        """Choose groups of ranks by these costs from now on (`trainer.sequence_parallel_size=auto`)."""
+        self._batcher = replace(self._batcher, costs=costs)
 
     @contextmanager
     def using(self, policy: str) -> Iterator["PolicyTrainer"]:
@@ -301,7 +320,7 @@ class PolicyTrainer:
     def candidates(self, rows: Rows, count: int) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
         """Return for each row the response's log-probabilities `[T_i]`, and ids (int32) and log-probabilities `[T_i *
         J]` of the `count` = J likeliest tokens in each place. Collective. Raises `DataError`."""
-        ids: list[np.ndarray] = [np.zeros(0, np.int32)] * len(rows)
+        ids: dict[int, np.ndarray] = {}
 
         def forward(batch: MicroBatch) -> Tensor:
             logprobs_NJ, ids_NJ = self._scores(batch, "none", likeliest=count)
@@ -312,7 +331,9 @@ class PolicyTrainer:
 
         scored = self._by_token(rows, forward)
         own = [np.ascontiguousarray(part.reshape(-1, 1 + count)[:, 0]) for part in scored]
-        return own, ids, [part.reshape(-1, 1 + count)[:, 1:].reshape(-1) for part in scored]
+        found = self._of_block(ids)
+        every_id = [found[position] for position in range(len(rows))]
+        return own, every_id, [part.reshape(-1, 1 + count)[:, 1:].reshape(-1) for part in scored]
 
     def _scores(self, batch: MicroBatch, entropy: str, likeliest: int = 0) -> tuple[Tensor, Any]:
         """Log-probabilities of the response tokens `[N]`, at the temperatures that they were sampled at, and entropies.
@@ -327,6 +348,7 @@ class PolicyTrainer:
         more: tuple[Any, ...] = () if batch.pictures is None else (False, batch.pictures.to(self.ranks.device))
         if likeliest:
             more = (*(more or (False, None)), likeliest)
+        self.engine.split_over(batch.group_size)
         logprobs_N, entropy_N = self.engine.forward(
             batch.input_ids_SL, batch.places, batch.scored, entropy, temperature, batch.blocks, *more
         )
@@ -334,15 +356,40 @@ class PolicyTrainer:
 
     def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
         """Turn `forward`'s `[N]` of each micro-batch into one `[T_i]` float32 for each row. Collective."""
-        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        results: dict[int, np.ndarray] = {}
         for batch in self._all_batches(rows):
             with self._phase("forward without gradient"):
                 values_N = forward(batch)
             if not batch.is_dummy:
-                for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
-                    results[position] = values
+                results |= zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True)
         self.engine.free()
-        return results
+        found = self._of_block(results)
+        return [found[position] for position in range(len(rows))]
+
+    def seconds_of_pass(self, rows: Rows, size: int) -> float:
+        """Run forward and backward of these rows, packed, with the tokens split over groups of `size` ranks, and
+        forget the gradients. Returns seconds: of this process's work on a CPU, where ranks share cores, else by the
+        clock. Collective; every rank gives as many rows of the same lengths."""
+        batch = batching.collate(rows, np.arange(len(rows)), packed=True).to(self.ranks.device)
+        read = time.process_time if self.ranks.device.type == "cpu" else partial(clock, self.ranks.device)
+        started = read()
+        with self._phase("trial of passes"):
+            self.engine.before_backward(is_last=True)
+            self.engine.backward(self._outputs(replace(batch, group_size=size)).sum() * 0.0)
+        seconds = read() - started
+        self.model.zero_grad()
+        return seconds
+
+    def _outputs(self, batch: MicroBatch) -> Tensor:
+        """What the model answers for a micro-batch's response tokens, `[N]`."""
+        return self._scores(batch, "none")[0]
+
+    def _of_block(self, values: dict[int, T]) -> dict[int, T]:
+        """Values by the positions of rows, those of the block's other ranks among them where these have computed other
+        rows. Collective."""
+        with self._phase("exchange of rows' values"):
+            parts = self.ranks.gather_block(values)
+        return {position: value for part in parts for position, value in part.items()}
 
     def _all_batches(self, rows: Rows) -> list[MicroBatch]:
         """The rows in micro-batches, as many as on any rank. Collective."""
@@ -561,7 +608,7 @@ class PolicyTrainer:
             num_rows, width = batch.mask_BT.shape
             balance = self.routers.balance(batch.positions_N, batch.slots_N // width, num_rows)
             balance = balance / max(1.0, minibatch.totals.num_sequences)
-            shared.tally.add("actor/router_balance", balance)
+            shared.tally.of(batch).add("actor/router_balance", balance)
             loss = loss + self.config.router_aux_loss_coef * balance
         return loss
 
@@ -581,7 +628,7 @@ def policy_contribution(
 ) -> Tensor:
     """Share of the minibatch's loss, `[]` with gradient. `is_first`: weights are still those from before the update.
     `scores`: log-probabilities and entropies of the response tokens, `[N]` each, or the first `[N, 1 + J]`."""
-    inputs, tally, old = shared.inputs, shared.tally, shared.old_logprobs
+    inputs, tally, old = shared.inputs, shared.tally.of(batch), shared.old_logprobs
     logprobs_N, entropy_N = scores
     if batch.is_dummy:
         return logprobs_N.sum() * 0.0

@@ -51,6 +51,9 @@ class Ranks:
     """Number of ranks that have the same rows and split the work on them: ranks 0 to num_peers - 1, and so on."""
     data_ranks: dist.ProcessGroup | None = None
     """The process group of one rank of each such block, this one among them. None: all ranks."""
+    block: dist.ProcessGroup | None = None
+    """The process group of the ranks of this one's block that may split rows otherwise in each micro-batch
+    (`trainer.sequence_parallel_size=auto`). None: all ranks of a block compute all of its rows."""
 
     @classmethod
     def join(cls, config: TrainerConfig, rank: int = 0, num_ranks: int = 1, address: str | None = None) -> "Ranks":
@@ -87,6 +90,8 @@ class Ranks:
         ranks = cls(rank, num_ranks, device, owned, timeout, config.ranks_per_row)
         if ranks.num_peers > 1:
             ranks.data_ranks = ranks.process_group(ranks.num_peers, ranks.num_data_ranks)
+        if config.splits_by_length and config.sequence_ranks > 1:
+            ranks.block = ranks.process_group(config.tensor_parallel_size, config.sequence_ranks)
         return ranks
 
     @property
@@ -103,6 +108,11 @@ class Ranks:
         """True if this rank is the one of its peers that reports their rows, so that each row is counted once."""
         return self.rank % self.num_peers == 0
 
+    @property
+    def computes_for_others(self) -> bool:
+        """True if this rank may compute rows that the one that reports them does not compute."""
+        return self.block is not None
+
     def process_group(self, stride: int, size: int) -> dist.ProcessGroup:
         """Make process groups of `size` ranks, `stride` apart, and return the one with this rank; blocks of `stride *
         size` ranks are cut alike. Collective over all ranks, since each takes part in making every process group."""
@@ -118,6 +128,11 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """Gather a small picklable value of each data rank, in order of data rank. Collective."""
         return _gather(value, self.num_data_ranks, self.data_ranks)
+
+    def gather_block(self, value: Any) -> list[Any]:
+        """Gather a small picklable value of each rank of the block that may have computed other rows than this one,
+        in order of rank: of this rank alone where all compute the same. Collective."""
+        return _gather(value, 1 if self.block is None else self.block.size(), self.block)
 
     def gather_ranks(self, value: Any) -> list[Any]:
         """Gather a small picklable value of every rank, in order of rank. Collective."""

@@ -44,21 +44,26 @@ class ScalarTrainer(PolicyTrainer):
     def values(self, rows: Rows) -> list[np.ndarray]:
         """Return `[T_i]` float32 for each row: what is expected before each response token. Collective. Raises
         `DataError`."""
-        return self._by_token(rows, lambda batch: self._head_outputs(batch, batch.positions_N))
+        return self._by_token(rows, self._outputs)
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> np.ndarray:
         """Return `[rows]` float32: the score of each response, read at its last token. Collective. Raises
         `DataError`."""
-        results = np.zeros(len(rows), np.float32)
+        results: dict[int, float] = {}
         for batch in self._all_batches(rows):
             scores_B = self._head_outputs(batch, batch.last_B)
             if not batch.is_dummy:
-                results[batch.rows] = scores_B.cpu().numpy()
+                results |= zip(batch.rows.tolist(), scores_B.tolist(), strict=True)
         self.engine.free()
-        return results
+        found = self._of_block(results)
+        return np.array([found[row] for row in range(len(rows))], np.float32)
+
+    def _outputs(self, batch: MicroBatch) -> Tensor:
+        return self._head_outputs(batch, batch.positions_N)
 
     def _head_outputs(self, batch: MicroBatch, positions_K: Tensor) -> Tensor:
+        self.engine.split_over(batch.group_size)
         numbers_K: Tensor = self.engine.forward(batch.input_ids_SL, positions_K, batch.blocks)
         return numbers_K
 
@@ -71,7 +76,7 @@ class ScalarTrainer(PolicyTrainer):
         available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}
         loss, metrics = shared.inputs.call(batch, minibatch.totals, available)
         for name, value in metrics.items():
-            shared.tally.add(f"{self.metrics_prefix}/{name}", value)
+            shared.tally.of(batch).add(f"{self.metrics_prefix}/{name}", value)
         return loss
 
 

@@ -12,7 +12,8 @@ gradient of each. They are noted by micro-batch and kept until the next step, an
 Legend: B rows of the micro-batch, T response tokens, padded, N rows of this rank, T_i response tokens of row i.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -40,14 +41,19 @@ class TokenRecorder:
             self._logprobs.append((batch, before_BT.detach()))
         logprobs_BT.register_hook(lambda gradient_BT: self._moving.append((batch, gradient_BT != 0)))
 
-    def values(self, rows: Rows, lengths: Sequence[int]) -> TokenValues | None:
+    def values(
+        self, rows: Rows, lengths: Sequence[int], gather: Callable[[Any], list[Any]] = lambda value: [value]
+    ) -> TokenValues | None:
         """Values of the update's tokens. `rows`: that were trained; those after as many as there are `lengths` are of
         earlier steps, and left out. `lengths`: tokens of each as it was sampled; where those are more, `rows` have the
-        column `PLACES`. None: nothing was noted, as the model has no log-probabilities."""
-        if len(rows) and not self._moving:
+        column `PLACES`. `gather`: gathers a value of each rank that has noted some of the rows. None: nothing was
+        noted, as the model has no log-probabilities."""
+        logprobs, moving = dict[int, np.ndarray](), dict[int, np.ndarray]()
+        for own_logprobs, own_moving in gather((_by_row(self._logprobs), _by_row(self._moving))):
+            logprobs, moving = logprobs | own_logprobs, moving | own_moving
+        if len(rows) and not moving:
             return None
         rows = rows.select(range(len(lengths)))
-        logprobs, moving = _by_row(self._logprobs), _by_row(self._moving)
         places = rows.arrays(PLACES) if PLACES in rows else [np.arange(length) for length in lengths]
         advantages = rows.arrays(ADVANTAGE) if ADVANTAGE in rows else [None] * len(rows)
         known, masks, credits = [], [], []

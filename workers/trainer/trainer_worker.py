@@ -62,6 +62,9 @@ class Peers(Protocol):
     def num_data_ranks(self) -> int: ...
     @property
     def reports_rows(self) -> bool: ...
+    @property
+    def computes_for_others(self) -> bool: ...
+    def gather_block(self, value: Any) -> list[Any]: ...
     def gather_ranks(self, value: Any) -> list[Any]: ...
 
 
@@ -76,6 +79,11 @@ class Alone:
     """Number of shares."""
     reports_rows: bool = True
     """False for a rank whose rows another rank reports."""
+    computes_for_others: bool = False
+    """True for a rank that may compute rows that only another rank reports."""
+
+    def gather_block(self, value: Any) -> list[Any]:
+        return [value]
 
     def gather_ranks(self, value: Any) -> list[Any]:
         return [value]
@@ -269,7 +277,7 @@ class TrainerWorker:
         assert store is not None
         self.check_state(step - 1)
         self._tokens = (0, None)
-        records = records_tokens and self._reports_rows
+        records = records_tokens and (self._reports_rows or self._ranks.computes_for_others)
         started = time.perf_counter()
         with self._phases.within(WAITING):
             lease = self._rounds.take(store, step - 1)  # rounds are from 0
@@ -293,7 +301,7 @@ class TrainerWorker:
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
         self.num_rows += self.num_in_flight
         self.num_in_flight = self.tokens_in_flight = 0
-        self._tokens = step, update.tokens
+        self._tokens = step, update.tokens if self._reports_rows else None
         trained = time.perf_counter()
         reported = leased_rows if self._reports_rows else leased_rows.select([])
         made = StepReport(
@@ -357,7 +365,7 @@ class TrainerWorker:
         report = trainer.update(rows, loss, probe or recorder, version)
         return RowsUpdate(
             report,
-            recorder.values(rows, lengths) if recorder is not None and lengths is not None else None,
+            recorder.values(rows, lengths, self._ranks.gather_block) if recorder and lengths is not None else None,
             probe.rows(rows) if probe is not None else (),
         )
 

@@ -251,6 +251,13 @@ class DeepSpeedEngine:
     def forward(self, *arguments: Any) -> Any:
         return (self.deepspeed or self.model)(*arguments)
 
+    def split_over(self, size: int | None) -> None:
+        """Do nothing: ranks of DeepSpeed split no rows."""
+
+    @property
+    def split_sizes(self) -> list[int]:
+        return [1]
+
     def before_backward(self, is_last: bool) -> None:
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         self._is_last = is_last

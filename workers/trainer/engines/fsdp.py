@@ -47,7 +47,7 @@ from penstock.workers.trainer.engines.train_engine import (
     set_num_steps,
     set_params,
 )
-from penstock.workers.trainer.engines.ulysses import SequenceParallel
+from penstock.workers.trainer.engines.ulysses import SequenceParallel, split_sizes
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
@@ -74,9 +74,10 @@ class FsdpEngine:
         self.mesh = RankMesh(ranks, config.shard_size, config.tensor_parallel_size)
         self.tensor = TensorParallel(model.lm, self.mesh) if config.tensor_parallel_size > 1 else None
         self.sequence: SequenceParallel | None = None
-        if config.sequence_parallel_size > 1:
-            peers = ranks.process_group(config.tensor_parallel_size, config.sequence_parallel_size)
-            self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
+        if config.sequence_ranks > 1:
+            sizes = split_sizes(model.lm, config) if config.splits_by_length else [config.sequence_ranks]
+            groups = {size: ranks.process_group(config.tensor_parallel_size, size) for size in sizes if size > 1}
+            self.sequence = SequenceParallel(model.lm, sizes, groups, config.tensor_parallel_size)
         self.optimizer: torch.optim.AdamW | None = None
         self._frozen = {f"weights/{name}" for name, one in model.lm.named_parameters() if not one.requires_grad}
         """Names of what is not trained."""
@@ -197,6 +198,14 @@ class FsdpEngine:
 
     def forward(self, *arguments: Any) -> Any:
         return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)
+
+    def split_over(self, size: int | None) -> None:
+        if self.sequence:
+            self.sequence.split_over(size)
+
+    @property
+    def split_sizes(self) -> list[int]:
+        return self.sequence.sizes if self.sequence else [1]
 
     def before_backward(self, is_last: bool) -> None:
         """Let gradients of a minibatch add up unreduced until its last micro-batch, where they may be kept whole; else

@@ -64,6 +64,14 @@ class TrainEngine(Protocol):
     def forward(self, *arguments: Any) -> Any:
         """Run the model's forward. Collective."""
 
+    def split_over(self, size: int | None) -> None:
+        """Have groups of `size` ranks split the tokens of the passes that follow, one of those sizes that
+        `split_sizes` names; None: the largest of them."""
+
+    @property
+    def split_sizes(self) -> list[int]:
+        """Numbers of ranks that may split the tokens of a pass, ascending."""
+
     def before_backward(self, is_last: bool) -> None:
         """Prepare for a micro-batch, before its forward. `is_last`: it is the last before gradients are reduced, of an
         optimizer step or of one of the calls that it is the sum of."""

@@ -11,6 +11,7 @@ but for the name of its attention and a hook that adds the positions of its toke
 Legend: B rows, L padded tokens, P ranks that split them, N places asked for, D width of a head.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.update.picture_places import Pictures
 from penstock.workers.trainer.update.token_layout import PAD_ID
@@ -29,25 +31,36 @@ KEY = "trainer.sequence_parallel_size"
 ATTENTION = "penstock_ulysses"
 """Name under which transformers knows `attention`."""
 PEERS = "sequence_peers"
-"""Keyword argument that passes the process group from the model's call to `attention`."""
+"""Keyword argument that passes the process group from the model's call to `attention`; None: this rank is alone."""
+HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 class SequenceParallel:
     """Calls a model on this rank's share of the tokens.
 
-    sequence = SequenceParallel(model.lm, ranks.process_group(1, 2))
+    sequence = SequenceParallel(model.lm, [1, 2], {2: ranks.process_group(1, 2)})
     logprobs_N, entropy_N = sequence(model, input_ids_BL, positions_N, targets_N, "value")
+    sequence.split_over(1)    # from now on each rank calls it on rows of its own
     """
 
-    def __init__(self, lm: Any, peers: dist.ProcessGroup, tensor_parallel_size: int = 1) -> None:
-        """`tensor_parallel_size`: what heads are divided by already. Raises `ConfigError` for a model whose attention
-        cannot be split over `peers`."""
-        self._peers = peers
-        self._rank, self._size = peers.rank(), peers.size()
-        check(lm, self._size, tensor_parallel_size)
+    def __init__(
+        self, lm: Any, sizes: list[int], groups: Mapping[int, dist.ProcessGroup], tensor_parallel_size: int = 1
+    ) -> None:
+        """`sizes`: that a group of ranks may have, ascending. `groups`: the one with this rank, of each size above 1.
+        `tensor_parallel_size`: what heads are divided by already. Raises `ConfigError` for a model whose attention
+        cannot be split."""
+        self.sizes, self._groups = sizes, groups
+        check(lm, sizes[-1], tensor_parallel_size)
+        self.split_over(None)
         text = packed_attention.text_model(lm)
         text.set_attn_implementation(ATTENTION)
         text.base_model.register_forward_pre_hook(self._add_positions, with_kwargs=True)
+
+    def split_over(self, size: int | None) -> None:
+        """Have groups of `size` ranks split what is computed from now on; None: of the largest."""
+        self._size = size or self.sizes[-1]
+        self._peers = self._groups.get(self._size)
+        self._rank = 0 if self._peers is None else self._peers.rank()
 
     def _add_positions(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Add the positions of the base model's tokens in the whole row to its arguments."""
@@ -63,8 +76,8 @@ class SequenceParallel:
         """Return what `model` answers for all places, on every rank. `rest`: further arguments, of which tensors are
         `[N]`. Of pictures each rank computes all, and reads the features that belong to its own tokens. Collective over
         the P ranks."""
-        if input_ids_BL is None:  # pictures alone
-            return model(None, positions_N, *rest)
+        if input_ids_BL is None or self._peers is None:  # pictures alone, or this rank
+            return model(input_ids_BL, positions_N, *rest)
         length = input_ids_BL.shape[1]
         width = -(-length // self._size)
         padded_BL = functional.pad(input_ids_BL, (0, width * self._size - length), value=PAD_ID)
@@ -94,15 +107,18 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Causal attention over all tokens of the row, or of each of its blocks. query, key, value: `[B, heads, L/P, D]`;
     returns `[B, L/P, heads, D]`."""
-    peers = keywords.pop(PEERS, None)
-    if peers is None:
+    if PEERS not in keywords:
         raise ConfigError(
             f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=1."
         )
-    query, key, value = (_by_heads(tensor, peers) for tensor in (query, key, value))
+    peers = keywords.pop(PEERS)
+    if peers is not None:
+        query, key, value = (_by_heads(tensor, peers) for tensor in (query, key, value))
     attend = packed_attention.attention if packed_attention.BLOCKS in keywords else sdpa_attention_forward
     output, _ = attend(module, query, key, value, None, **(keywords | {"is_causal": True}))
-    return _by_tokens(output.transpose(1, 2), peers).transpose(1, 2).contiguous(), None
+    if peers is not None:
+        output = _by_tokens(output.transpose(1, 2), peers).transpose(1, 2).contiguous()
+    return output, None
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -164,6 +180,17 @@ def _exchange(parts: Tensor, peers: dist.ProcessGroup) -> Tensor:
     return received
 
 
+def split_sizes(lm: Any, config: TrainerConfig) -> list[int]:
+    """Sizes among which `trainer.sequence_parallel_size=auto` chooses: 1, 2, 4, … of the ranks that have the same
+    rows, as long as they divide the model's heads."""
+    text, size = packed_attention.text_model(lm).config, 1
+    heads = [getattr(text, name, None) for name in HEADS]
+    parts = config.tensor_parallel_size
+    while 2 * size <= config.sequence_ranks and not any(number % (2 * size * parts) for number in heads if number):
+        size *= 2
+    return [1 << power for power in range(size.bit_length())]
+
+
 def check(lm: Any, size: int, tensor_parallel_size: int) -> None:
     """Raise `ConfigError` for a model whose attention cannot be split over `size` ranks, each of which has its heads
     divided by `tensor_parallel_size` already."""
@@ -173,7 +200,7 @@ def check(lm: Any, size: int, tensor_parallel_size: int) -> None:
             f"{KEY}={size} computes attention by sdpa, and model.attention={config._attn_implementation}. Set "
             f"model.attention=sdpa or {KEY}=1."
         )
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    for name in HEADS:
         heads = getattr(config, name, size * tensor_parallel_size)
         if heads % (size * tensor_parallel_size):
             raise ConfigError(

@@ -74,6 +74,10 @@ class MicroBatch:
     pictures: Pictures | None = None
     """Pictures, if only a blank one; None: the model reads text only. They stay on the host until they are read: in
     a batch with pictures it is most of the bytes."""
+    group_size: int | None = None
+    """Ranks that split its tokens, where that is chosen for each micro-batch; None: as many as may."""
+    is_counted: bool = True
+    """False on all ranks but the first of those that compute it."""
 
     @property
     def is_dummy(self) -> bool:

@@ -11,8 +11,9 @@ Legend: B rows of the micro-batch, T response tokens, padded.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch, plan_packed
 from penstock.workers.trainer.update.picture_places import PictureReader, picture_weights
+from penstock.workers.trainer.update.rank_groups import PassCosts, group_at, plan_passes
 from penstock.workers.trainer.update.sequences import Shapes, sequences_of
 from penstock.workers.trainer.update.token_layout import shared_prefixes
 
@@ -118,6 +120,8 @@ class Batcher:
     """Reads the pictures of a vision model; None: it reads text only."""
     sharing: str = "never"
     """Whether rows of a group are computed as trees: never, auto (where it pays), or always. Rows alone never are."""
+    costs: PassCosts | None = None
+    """Costs by which ranks of the block choose groups for each micro-batch; None: all compute all of its rows."""
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
         """Cut all rows for a pass without a loss."""
@@ -136,11 +140,14 @@ class Batcher:
         parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)
         cuts = [self._cut(rows, part, columns, whole_groups=inputs.takes_groups) for part in parts]
         sizes = [
-            (len(batches), sum((_totals(batch, inputs.takes_groups) for batch in batches), BatchTotals(0, 0)))
+            (
+                len(batches),
+                sum((_totals(batch, inputs.takes_groups) for batch in batches if batch.is_counted), BatchTotals(0, 0)),
+            )
             for batches in cuts
         ]
         minibatches = []
-        for batches, others in zip(cuts, zip(*self.ranks.gather(sizes), strict=True), strict=True):
+        for batches, others in zip(cuts, zip(*self.ranks.gather_ranks(sizes), strict=True), strict=True):
             totals = sum((other for _, other in others), BatchTotals(0, 0))
             minibatches.append(Minibatch(self._pad(batches, max(number for number, _ in others)), totals))
         return minibatches
@@ -154,16 +161,59 @@ class Batcher:
     ) -> list[MicroBatch]:
         """Cut these rows and move them to the device."""
         shapes = batching.row_shapes(rows, self.max_length)
-        trees: list[np.ndarray] = []
+        trees, sizes = list[np.ndarray](), np.zeros(0, np.int64)
         if self.sharing != "never" and not self.rows_alone:
-            trees, positions = plan_trees(
+            trees, sizes, positions = find_trees(
                 rows, positions, self.config.microbatch_tokens, whole_groups=whole_groups,
                 always=self.sharing == "always",
             )  # fmt: skip
+        of_trees = partial(batching.collate, rows, columns=columns, shared=True)
+        of_rows = partial(batching.collate, rows, columns=columns, packed=self.packed, reader=self.reader)
+        if self.costs is not None:
+            squares = [size * shapes.longest[tree].max() for tree, size in zip(trees, sizes, strict=True)]
+            items = self._items(rows, positions, shapes, whole_groups)
+            return [
+                *self._grouped(of_trees, trees, sizes, np.asarray(squares), self.costs),
+                *self._grouped(of_rows, *items, self.costs),
+            ]
         cuts = self._plan(rows, positions, Shapes(*(of_rows[positions] for of_rows in shapes)), whole_groups)
-        batches = [batching.collate(rows, cut, columns, shared=True) for cut in trees]
-        batches += [batching.collate(rows, cut, columns, packed=self.packed, reader=self.reader) for cut in cuts]
-        return [batch.to(self.ranks.device) for batch in batches]
+        batches = [of_trees(cut) for cut in pack_trees(trees, sizes, self.config.microbatch_tokens)]
+        batches += [of_rows(cut) for cut in cuts]
+        return [replace(batch.to(self.ranks.device), is_counted=self.ranks.reports_rows) for batch in batches]
+
+    def _items(
+        self, rows: Rows, positions: np.ndarray, shapes: Shapes, whole_groups: bool
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+        """What is computed by one group of ranks: positions of each row, or of each whole group, and their tokens and
+        squares."""
+        tokens, squares = shapes.num_tokens[positions], (shapes.num_tokens * shapes.longest)[positions]
+        if self.reader is not None:
+            tokens = tokens + picture_weights(rows, positions, self.reader)
+        if not whole_groups:
+            return [positions[row : row + 1] for row in range(len(positions))], tokens, squares
+        groups, group_of = np.unique(rows.group_ids[positions], return_inverse=True)
+        sums = (np.bincount(group_of, weights=of_rows, minlength=len(groups)) for of_rows in (tokens, squares))
+        return [positions[group_of == group] for group in range(len(groups))], *(of_all.astype(np.int64) for of_all in sums)
+
+    def _grouped(
+        self, collate: Callable[[np.ndarray], MicroBatch], items: list[np.ndarray], tokens: np.ndarray,
+        squares: np.ndarray, costs: PassCosts,
+    ) -> list[MicroBatch]:  # fmt: skip
+        """This rank's micro-batches in passes over all items of its block."""
+        block = self.ranks.block
+        assert block is not None
+        batches = []
+        for groups in plan_passes(tokens, squares, block.size(), self.config.microbatch_tokens, costs):
+            own = group_at(groups, block.rank())
+            batch = self._dummy()
+            if own.items:
+                batch = collate(np.sort(np.concatenate([items[item] for item in own.items]))).to(self.ranks.device)
+            is_counted = self.ranks.rank % (own.size * self.config.tensor_parallel_size) == 0
+            batches.append(replace(batch, group_size=own.size, is_counted=is_counted))
+        return batches
+
+    def _dummy(self) -> MicroBatch:
+        return batching.dummy(self.ranks.device, packed=self.packed, reader=self.reader)
 
     def _plan(self, rows: Rows, positions: np.ndarray, shapes: Shapes, whole_groups: bool) -> list[np.ndarray]:
         """Positions of each micro-batch of rows that share nothing. `shapes`: theirs."""
@@ -189,17 +239,17 @@ def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:
     return replace(totals, num_groups=len(batch.group_ids_B.unique())) if whole_groups else totals
 
 
-def plan_trees(
+def find_trees(
     rows: Rows, positions: np.ndarray, max_tokens: int, *, whole_groups: bool = False, always: bool = False
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Choose which of the rows at these positions become trees, and which trees share a micro-batch. Returns the
-    positions of each micro-batch, and the positions of the other rows.
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Choose which of the rows at these positions become trees. Returns the positions of each tree, its tokens, and
+    the positions of the other rows.
 
-    A micro-batch has `max_tokens` tokens at most, counted as trees. A group with more is cut into several trees, unless
-    groups must stay whole or a single row has more. `always`: all rows become trees, whether it pays or not.
+    A tree has `max_tokens` tokens at most. A group with more is cut into several trees, unless groups must stay whole
+    or a single row has more. `always`: all rows become trees, whether it pays or not.
     """
     if not len(positions):
-        return [], positions
+        return [], np.zeros(0, np.int64), positions
     sequences = sequences_of(rows, positions)
     of_row = np.searchsorted(sequences.row_S, np.arange(len(positions) + 1)).tolist()
     trees: list[list[int]] = []
@@ -235,8 +285,9 @@ def plan_trees(
             part.append(row)
         trees.append(part)
         sizes.append(size_of(part)[1])
-    cuts = [
-        positions[sorted(row for tree in cut.tolist() for row in trees[tree])]
-        for cut in plan_packed(np.asarray(sizes, np.int64), max_tokens)
-    ]
-    return cuts, positions[sorted(alone)]
+    return [positions[tree] for tree in trees], np.asarray(sizes, np.int64), positions[sorted(alone)]
+
+
+def pack_trees(trees: list[np.ndarray], sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Choose which trees share a micro-batch, of `max_tokens` tokens at most: positions of each."""
+    return [np.sort(np.concatenate([trees[tree] for tree in cut])) for cut in plan_packed(sizes, max_tokens)]

@@ -47,6 +47,10 @@ class Tally:
         """
         self.add_once(name, contribution.detach().double() / self._num_minibatches)
 
+    def of(self, batch: MicroBatch) -> "Tally":
+        """Where contributions of this micro-batch go: nowhere, if another rank adds them."""
+        return self if batch.is_counted else Tally()
+
     def add_once(self, name: str, contribution: Tensor) -> None:
         """Add a contribution to what is measured in one optimizer step only."""
         value = contribution.detach().double()
@@ -58,7 +62,7 @@ class Tally:
 
     def add_padding(self, minibatches: Sequence[Minibatch]) -> None:
         """Add how much of the micro-batches is padding, and how much is shared: `with_shares` makes shares of it."""
-        batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.is_dummy]
+        batches = [batch for minibatch in minibatches for batch in minibatch.batches if batch.is_counted and not batch.is_dummy]
         self._sums[PLACES] = torch.tensor(float(sum(batch.input_ids_SL.numel() for batch in batches)))
         self._sums[FILLED] = torch.tensor(float(sum(batch.num_tokens for batch in batches)))
         self._sums[SHARED] = torch.tensor(float(sum(batch.num_shared for batch in batches)))
@@ -67,7 +71,7 @@ class Tally:
         """Metrics over all ranks. A rank that had no rows knows no names, so names are sent too. Collective."""
         sums: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        for other_sums, other_maxima in ranks.gather((_floats(self._sums), _floats(self._maxima))):
+        for other_sums, other_maxima in ranks.gather_ranks((_floats(self._sums), _floats(self._maxima))):
             for name, value in other_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in other_maxima.items():
