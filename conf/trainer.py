@@ -1,5 +1,7 @@
 """The update of the policy."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,8 +184,9 @@ class TrainerConfig:
     start."""
     max_tokens_per_microbatch: int | str = AUTO
     """Token budget of one forward-backward, padding included, of which packed rows have none; with
-    sequence_parallel_size=auto, of each rank. Bounds activation memory; changes no result but for rounding. auto: on a GPU whose memory is known (cluster.gpu_memory_gib), as many as fit,
-    up to 32,768, beyond which nothing is gained; else 8,192."""
+    sequence_parallel_size=auto, of each rank. Bounds activation memory; changes no result but for rounding. auto: on a
+    GPU whose memory is known (cluster.gpu_memory_gib), as many as fit, up to 32,768, beyond which nothing is gained;
+    else 8,192."""
     packing: str = "auto"
     """Rows of a micro-batch without padding, one after the other; none attends to another (what verl calls
     use_remove_padding). auto: where a kernel takes them so: with model.attention=flash_attention_2, and with sdpa and
@@ -407,7 +410,16 @@ class TrainerConfig:
         if not isinstance(self.sequence_parallel_size, str):
             return self.sequence_parallel_size
         num_ranks = self.num_ranks // self.tensor_parallel_size
-        return min(MOST_SEQUENCE_RANKS, num_ranks & -num_ranks)
+        return max(1, min(MOST_SEQUENCE_RANKS, num_ranks & -num_ranks))
+
+    def split_sizes(self, heads: Iterable[int]) -> list[int]:
+        """Numbers of ranks that may split the tokens of a micro-batch, ascending: one, or 1, 2, 4, … as far as they
+        divide a model's heads. `heads`: numbers of those of queries, and of keys and values."""
+        if not self.splits_by_length:
+            return [self.sequence_ranks]
+        common = math.gcd(*heads) // self.tensor_parallel_size
+        sizes = (1 << power for power in range(self.sequence_ranks.bit_length()))
+        return [size for size in sizes if size == 1 or common % size == 0]
 
     @property
     def ranks_per_row(self) -> int:

@@ -115,7 +115,7 @@ def _apart(
     even = own.num_gpus // (1 + len(scorers))
     for num_ranks in sorted({*_numbers(own.num_gpus - len(scorers), own.gpus), *_numbers(even, own.gpus)}):
         ways = [
-            (split, scoring) for split in _splits(shape, num_ranks, own.gpus)
+            (split, scoring) for split in _splits(base, shape, num_ranks, own.gpus)
             for scoring in _scoring(base, scorers, num_ranks, split)
         ]  # fmt: skip
         for parts in SIZES:
@@ -160,7 +160,7 @@ def _together(
         if num_ranks % parts or not _can_split(shape, parts, own.gpus):
             continue
         engines = ((own.kind, num_ranks // parts),)
-        for split in _splits(shape, num_ranks, own.gpus):
+        for split in _splits(base, shape, num_ranks, own.gpus):
             keys = {
                 "placement": "colocated", "max_staleness": 0, "rollout.num_workers": num_ranks // parts,
                 "rollout.tensor_parallel_size": parts, "rollout.num_gpus_per_worker": 0.5,
@@ -191,11 +191,12 @@ def _placed(
     return keys
 
 
-def _splits(shape: ModelShape, num_ranks: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+def _splits(base: RunConfig, shape: ModelShape, num_ranks: int, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Ways to split the model and its rows over ranks."""
+    by_length = base.trainer.splits_by_length
     for tensor in SIZES:
-        for sequence in SIZES:
-            ranks_per_row = tensor * sequence
+        for sequence in (AUTO,) if by_length else SIZES:
+            ranks_per_row = tensor if isinstance(sequence, str) else tensor * sequence
             if num_ranks % ranks_per_row or not _can_split(shape, ranks_per_row, gpus_per_node):
                 continue
             for shards in (0, gpus_per_node):

@@ -334,7 +334,7 @@ class RankCosts:
         num_batches = self._num_microbatches(lengths)
         computed = self._computed_s(lengths) + self._adapted_s(sum(lengths)) + num_batches * self._launched_s
         copies = 2 if self.config.lora.rank else 3  # forward, backward, gradients
-        moved = num_batches * (self._gathered_s() + self._offloaded_s(copies)) + self._split_s(sum(lengths))
+        moved = num_batches * (self._gathered_s() + self._offloaded_s(copies)) + self._split_s(lengths)
         hidden = min(computed, moved) * self.efficiencies.overlap
         steps = self.config.num_minibatches * self._optimizer_s()
         seconds = computed + moved - hidden + steps + self.efficiencies.update_s
@@ -365,7 +365,8 @@ class RankCosts:
 
     def _num_microbatches(self, lengths: Sequence[int]) -> int:
         """Micro-batches of all optimizer steps of an update."""
-        total, budget = sum(lengths), max(self.config.microbatch_tokens, max(lengths, default=1))
+        budget = self.config.microbatch_tokens * (self.config.sequence_ranks if self.config.splits_by_length else 1)
+        total, budget = sum(lengths), max(budget, max(lengths, default=1))
         return max(self.config.num_minibatches, -(-total // budget))
 
     def _computed_s(self, lengths: Sequence[int]) -> float:
@@ -415,18 +416,26 @@ class RankCosts:
         """Parameters of a rank's shard."""
         return self.shape.num_parameters / self.config.tensor_parallel_size / self._shards
 
-    def _split_s(self, tokens: int) -> float:
+    def _groups(self, lengths: Sequence[int]) -> list[int]:
+        """Ranks that split each row; where that is chosen by length, as many as bring it to an even share of a
+        pass."""
+        most = self.config.sequence_ranks
+        if not self.config.splits_by_length:
+            return [most] * len(lengths)
+        share = self._products_s(lengths, 1) / self._num_microbatches(lengths) / most
+        shares = (max(1.0, self._products_s([length], 1) / share) for length in lengths)
+        return [min(most, 1 << math.ceil(math.log2(count))) for count in shares]
+
+    def _split_s(self, lengths: Sequence[int]) -> float:
         """Seconds of the collectives of ranks that split rows: all-reduces of hidden states for tensor parallelism,
         all-to-alls of q, k, v and results for sequence parallelism; forward, backward, and once more where layers are
         recomputed."""
         shape, passes = self.shape, 3 if self.config.recomputes_layers else 2
-        tensor, sequence = self.config.tensor_parallel_size, self.config.sequence_parallel_size
-        sent = 0.0
-        if tensor > 1:
-            sent += 2 * 2 * (tensor - 1) / tensor * shape.hidden / sequence
-        if sequence > 1:
-            sent += (sequence - 1) / sequence * (2 * shape.q_width + 2 * shape.kv_width) / sequence / tensor
-        num_bytes = tokens * shape.num_layers * passes * sent * self._element_bytes
+        tensor, sequence = self.config.tensor_parallel_size, self.config.sequence_ranks
+        sent = sum(lengths) * 2 * 2 * (tensor - 1) / tensor * shape.hidden
+        exchanged = sum(length * (1 - 1 / size) for length, size in zip(lengths, self._groups(lengths), strict=True))
+        sent += exchanged * (2 * shape.q_width + 2 * shape.kv_width) / tensor
+        num_bytes = shape.num_layers * passes * sent / sequence * self._element_bytes
         within = tensor * sequence <= self.gpus_per_node
         return num_bytes / ((self.kind.link if within else self.kind.network) * self.efficiencies.link)
 

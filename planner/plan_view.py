@@ -291,7 +291,7 @@ def _ranks(plan: Plan) -> str:
     parts = [str(trainer.num_ranks)]
     parts += [f"by {trainer.shard_size}"] * bool(trainer.shard_size)
     parts += [f"TP{trainer.tensor_parallel_size}"] * (trainer.tensor_parallel_size > 1)
-    parts += [f"SP{trainer.sequence_parallel_size}"] * (trainer.sequence_parallel_size > 1)
+    parts += [f"SP{trainer.sequence_parallel_size}"] * (trainer.sequence_ranks > 1)
     parts += ["offload"] * trainer.offload
     if plan.config.placement == "disaggregated":
         scorers = [name.removeprefix(SCORER) for name in plan.memory.scorers]

@@ -388,5 +388,5 @@ def _order(plan: Plan) -> tuple[float, int, int]:
 def _oddity(plan: Plan) -> int:
     """How much of a plan is out of the ordinary."""
     config, trainer = plan.config, plan.config.trainer
-    split = trainer.tensor_parallel_size + trainer.sequence_parallel_size + config.rollout.tensor_parallel_size
+    split = trainer.tensor_parallel_size + trainer.sequence_ranks + config.rollout.tensor_parallel_size
     return split + config.max_staleness + 4 * trainer.offload + bool(trainer.shard_size)

@@ -114,7 +114,12 @@ class RankSetting:
     @property
     def local_tokens(self) -> float:
         """Tokens that one rank computes with."""
-        return self.tokens / self.config.sequence_parallel_size
+        return self.tokens / self.split_size
+
+    @property
+    def split_size(self) -> int:
+        """Ranks that split the tokens of the largest micro-batch."""
+        return self.config.split_sizes((self.shape.heads, self.shape.kv_heads))[-1]
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,9 @@ class RunMemory:
             f"lower trainer.max_tokens_per_microbatch={trainer.microbatch_tokens}, to {longest} at least": (
                 by_tokens and trainer.microbatch_tokens > longest
             ),
-            "raise trainer.sequence_parallel_size": by_tokens and trainer.capabilities.splits_layers,
+            "raise trainer.sequence_parallel_size": (
+                by_tokens and trainer.capabilities.splits_layers and not trainer.splits_by_length
+            ),
             "raise trainer.num_ranks": not by_tokens,
             "raise trainer.shard_size": not by_tokens and trainer.shard_size > 0,
             "set trainer.deepspeed.zero_stage=3": trainer.zero_stage in (1, 2),
@@ -328,7 +330,9 @@ def policy_setting(config: RunConfig, shape: ModelShape) -> RankSetting:
     num_rows = trainer.groups_per_step * config.algorithm.group_size * trainer.ranks_per_row / trainer.num_ranks
     rows_tokens = max(1, int(num_rows / trainer.num_minibatches)) * longest
     budget = max(trainer.microbatch_tokens, longest)
-    is_only = rows_tokens <= budget and config.environment.name is None
+    if trainer.splits_by_length:  # the largest group of ranks has as much for each
+        budget = max(trainer.microbatch_tokens * trainer.split_sizes((shape.heads, shape.kv_heads))[-1], longest)
+    is_only = rows_tokens <= budget and config.environment.name is None and not trainer.splits_by_length
     read = max(0.0, 1 - config.rollout.sampling.max_tokens / longest)
     return RankSetting(
         shape, trainer, min(budget, rows_tokens) if is_only else budget, longest,

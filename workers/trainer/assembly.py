@@ -29,8 +29,8 @@ from penstock.workers.trainer.datum_trainer import DatumTrainer
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
 from penstock.workers.trainer.models.vision import PictureCache, vision_tower
 from penstock.workers.trainer.own_models import open_leader, trainers_of
-from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.pass_trial import measured_costs
+from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.preparation import Preparation, Replay
 from penstock.workers.trainer.rank_spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.ranks import Ranks
@@ -148,7 +148,7 @@ def assemble_trainer(
     if spec.memory_checkpoint_root is not None:
         memory_checkpoint = MemoryCheckpoint(state, trainer, spec.memory_checkpoint_root, is_saved=spec.is_saved)
     within = memory_checkpoint if not spec.keeps_beside else None
-    if ranks.block is not None and spec.max_staleness > 0:
+    if ranks.block is not None and spec.max_staleness > 0 and spec.slot_rank is None:
         costs = measured_costs(trainer)
         for one in trainers.values():
             one.split_by(costs)

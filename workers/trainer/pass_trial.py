@@ -1,5 +1,5 @@
-"""The costs of passes by which ranks choose groups for each micro-batch (`trainer.sequence_parallel_size=auto`), measured
-before the first step of a run whose rollouts are asynchronous.
+"""The costs by which ranks choose groups for each micro-batch (`trainer.sequence_parallel_size=auto`), measured before
+the first step of an asynchronous run.
 
 With `max_staleness=0` they are not measured: results depend on groups by rounding, and such a run has the same bits
 whenever it is made again.
@@ -28,7 +28,8 @@ def measured_costs(trainer: PolicyTrainer) -> PassCosts:
     Changes nothing that is trained."""
 
     def seconds(lengths: list[int], size: int) -> float:
-        rows = Rows.from_lists({"prompt_ids": [[0]] * len(lengths), "response_ids": [[0] * (one - 1) for one in lengths]})
+        responses = [[0] * (length - 1) for length in lengths]
+        rows = Rows.from_lists({"prompt_ids": [[0]] * len(lengths), "response_ids": responses})
         return max(trainer.ranks.gather_ranks(trainer.seconds_of_pass(rows, size)))
 
     longest = min(MOST_TOKENS, trainer.config.microbatch_tokens, trainer.max_length or MOST_TOKENS)

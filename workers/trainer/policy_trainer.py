@@ -370,12 +370,12 @@ class PolicyTrainer:
         """Run forward and backward of these rows, packed, with the tokens split over groups of `size` ranks, and
         forget the gradients. Returns seconds: of this process's work on a CPU, where ranks share cores, else by the
         clock. Collective; every rank gives as many rows of the same lengths."""
-        batch = batching.collate(rows, np.arange(len(rows)), packed=True).to(self.ranks.device)
+        batch = batching.collate(rows, np.arange(len(rows)), packed=True, reader=self._batcher.reader)
         read = time.process_time if self.ranks.device.type == "cpu" else partial(clock, self.ranks.device)
         started = read()
         with self._phase("trial of passes"):
             self.engine.before_backward(is_last=True)
-            self.engine.backward(self._outputs(replace(batch, group_size=size)).sum() * 0.0)
+            self.engine.backward(self._outputs(replace(batch.to(self.ranks.device), group_size=size)).sum() * 0.0)
         seconds = read() - started
         self.model.zero_grad()
         return seconds

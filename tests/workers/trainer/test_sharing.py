@@ -18,7 +18,7 @@ from penstock.workers.trainer.models.language_model import PolicyModel, hidden_s
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.scalar import CriticTrainer, ScalarTrainer
 from penstock.workers.trainer.update import batching
-from penstock.workers.trainer.update.minibatches import plan_trees
+from penstock.workers.trainer.update.minibatches import find_trees, pack_trees
 from tests.workers.histories import turn
 from tests.workers.trainer.conftest import ENGINES, copy_of_weights
 from tests.workers.trainer.models.test_own_logits import HEADS, tiny
@@ -230,18 +230,19 @@ def of_lengths(prompt: int, responses: list[int], groups: int) -> Rows:
 def test_auto_shares_where_enough_is_saved() -> None:
     much, little, small = of_lengths(100, [50] * 4, 3), of_lengths(100, [2000] * 4, 3), of_lengths(20, [5] * 4, 3)
     for rows, shares in ((much, True), (little, False), (small, False)):
-        trees, alone = plan_trees(rows, np.arange(12), 10_000)
+        trees, _, alone = find_trees(rows, np.arange(12), 10_000)
         assert sorted(np.concatenate([*trees, alone]).tolist()) == list(range(12))
         assert (len(alone) == 0) == shares
 
 
 def test_a_group_beyond_the_budget_is_cut_into_trees_unless_it_must_stay_whole() -> None:
     rows = of_lengths(100, [50] * 8, 2)
-    trees, _ = plan_trees(rows, np.arange(16), 260)
+    trees, sizes, _ = find_trees(rows, np.arange(16), 260)
     assert sorted(np.concatenate(trees).tolist()) == list(range(16))
-    assert all(batching.collate(rows, cut, shared=True).num_tokens <= 260 for cut in trees)
+    assert [batching.collate(rows, tree, shared=True).num_tokens for tree in trees] == sizes.tolist()
+    assert all(batching.collate(rows, cut, shared=True).num_tokens <= 260 for cut in pack_trees(trees, sizes, 260))
     assert all(len(np.unique(rows.group_ids[cut])) == 1 for cut in trees)
-    whole, _ = plan_trees(rows, np.arange(16), 260, whole_groups=True)
+    whole, *_ = find_trees(rows, np.arange(16), 260, whole_groups=True)
     assert [cut.tolist() for cut in whole] == [list(range(8)), list(range(8, 16))]
 
 

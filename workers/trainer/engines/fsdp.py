@@ -47,7 +47,7 @@ from penstock.workers.trainer.engines.train_engine import (
     set_num_steps,
     set_params,
 )
-from penstock.workers.trainer.engines.ulysses import SequenceParallel, split_sizes
+from penstock.workers.trainer.engines.ulysses import SequenceParallel, heads_of
 from penstock.workers.trainer.models.language_model import PolicyModel, ScalarModel, decoder_layers
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
@@ -75,7 +75,7 @@ class FsdpEngine:
         self.tensor = TensorParallel(model.lm, self.mesh) if config.tensor_parallel_size > 1 else None
         self.sequence: SequenceParallel | None = None
         if config.sequence_ranks > 1:
-            sizes = split_sizes(model.lm, config) if config.splits_by_length else [config.sequence_ranks]
+            sizes = config.split_sizes(heads_of(model.lm))
             groups = {size: ranks.process_group(config.tensor_parallel_size, size) for size in sizes if size > 1}
             self.sequence = SequenceParallel(model.lm, sizes, groups, config.tensor_parallel_size)
         self.optimizer: torch.optim.AdamW | None = None

@@ -22,7 +22,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.models import packed_attention
 from penstock.workers.trainer.update.picture_places import Pictures
 from penstock.workers.trainer.update.token_layout import PAD_ID
@@ -180,15 +179,10 @@ def _exchange(parts: Tensor, peers: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def split_sizes(lm: Any, config: TrainerConfig) -> list[int]:
-    """Sizes among which `trainer.sequence_parallel_size=auto` chooses: 1, 2, 4, … of the ranks that have the same
-    rows, as long as they divide the model's heads."""
-    text, size = packed_attention.text_model(lm).config, 1
-    heads = [getattr(text, name, None) for name in HEADS]
-    parts = config.tensor_parallel_size
-    while 2 * size <= config.sequence_ranks and not any(number % (2 * size * parts) for number in heads if number):
-        size *= 2
-    return [1 << power for power in range(size.bit_length())]
+def heads_of(lm: Any) -> list[int]:
+    """Numbers of a model's heads: of queries, and of keys and values; those that its configuration names."""
+    config = packed_attention.text_model(lm).config
+    return [heads for name in HEADS if (heads := getattr(config, name, None))]
 
 
 def check(lm: Any, size: int, tensor_parallel_size: int) -> None:

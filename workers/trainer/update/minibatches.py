@@ -192,8 +192,8 @@ class Batcher:
         if not whole_groups:
             return [positions[row : row + 1] for row in range(len(positions))], tokens, squares
         groups, group_of = np.unique(rows.group_ids[positions], return_inverse=True)
-        sums = (np.bincount(group_of, weights=of_rows, minlength=len(groups)) for of_rows in (tokens, squares))
-        return [positions[group_of == group] for group in range(len(groups))], *(of_all.astype(np.int64) for of_all in sums)
+        tokens, squares = (np.bincount(group_of, weights=of_rows).astype(np.int64) for of_rows in (tokens, squares))
+        return [positions[group_of == group] for group in range(len(groups))], tokens, squares
 
     def _grouped(
         self, collate: Callable[[np.ndarray], MicroBatch], items: list[np.ndarray], tokens: np.ndarray,

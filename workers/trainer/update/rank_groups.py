@@ -123,7 +123,7 @@ def plan_passes(
     """
     items = sorted(zip((-tokens).tolist(), range(len(tokens)), squares.tolist(), strict=True))
     largest, longest = costs.sizes[-1], max(tokens, default=0)
-    every = list(partitions(num_places, costs.sizes))
+    every = list(partitions(num_places, costs.sizes))[::-1]  # of equally fast ones, the smallest groups
     alike = [[one] for one in every if len(set(one)) == 1 and (longest <= one[0] * max_tokens or one[0] == largest)]
     plans = [_plan(items, choices, max_tokens, costs) for choices in ([every] if len(every) > 1 else []) + alike]
     return min(plans, key=lambda plan: plan[0])[1]
@@ -163,9 +163,7 @@ def _plan(
     return total, passes
 
 
-def _fill(
-    items: list[Item], sizes: tuple[int, ...], max_tokens: int, costs: PassCosts
-) -> tuple[float, float, Pass]:
+def _fill(items: list[Item], sizes: tuple[int, ...], max_tokens: int, costs: PassCosts) -> tuple[float, float, Pass]:
     """Fill one pass: each item goes to the group that then has the fewest seconds, as long as tokens fit. Returns its
     work a second, its seconds, and its groups, of as many items as do the most work a second. Work is the seconds that
     one rank would take for the items, without those of any pass."""

@@ -62,7 +62,8 @@ class Tally:
 
     def add_padding(self, minibatches: Sequence[Minibatch]) -> None:
         """Add how much of the micro-batches is padding, and how much is shared: `with_shares` makes shares of it."""
-        batches = [batch for minibatch in minibatches for batch in minibatch.batches if batch.is_counted and not batch.is_dummy]
+        every = [batch for minibatch in minibatches for batch in minibatch.batches]
+        batches = [batch for batch in every if batch.is_counted and not batch.is_dummy]
         self._sums[PLACES] = torch.tensor(float(sum(batch.input_ids_SL.numel() for batch in batches)))
         self._sums[FILLED] = torch.tensor(float(sum(batch.num_tokens for batch in batches)))
         self._sums[SHARED] = torch.tensor(float(sum(batch.num_shared for batch in batches)))
