@@ -15,7 +15,7 @@ def seconds(lengths: list[int], size: int) -> float:
 
 @pytest.mark.parametrize("longest", [256, 2048])
 def test_costs_are_found_again(longest: int) -> None:
-    found = measure(seconds, [1, 2, 4], longest)
+    found = measure(seconds, [1, 2, 4], longest, deadline_s=1e9)
     for size, cost in COSTS.items():
         assert found[size].each == pytest.approx(cost.each, rel=0.05)
         assert found[size].token == pytest.approx(cost.token, rel=0.05)
@@ -35,3 +35,8 @@ def test_trials_that_take_too_long_measure_nothing() -> None:
 
 def test_noise_makes_no_cost_negative() -> None:
     assert fit(1, 2048, few=3.0, short=2.0, long=1.0) == PassCost(3.0, pytest.approx(0.02 / 2048), 0.0)
+
+
+def test_no_group_is_taken_to_be_faster_than_its_ranks_alone() -> None:
+    found = measure(lambda lengths, size: sum(lengths) / size**2, [1, 2], 1024)
+    assert found[2] == found[1]._replace(token=found[1].token / 2)

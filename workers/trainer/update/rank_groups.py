@@ -28,6 +28,12 @@ class PassCost(NamedTuple):
     square: float
     """Of attention: of a row's tokens squared."""
 
+    def at_least(self, alone: "PassCost", size: int) -> "PassCost":
+        """The cost of a group of `size` ranks, or where that is more, what its ranks take `alone`."""
+        return PassCost(
+            max(self.each, alone.each), max(self.token, alone.token / size), max(self.square, alone.square / size)
+        )
+
 
 class Rates(NamedTuple):
     """Speeds from which costs are estimated."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.algorithms.losses.preference import simpo_loss
@@ -41,7 +42,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "four_by_tensors": AUTO | {"tensor_parallel_size": 2},
     },
 }
-COSTS = PassCosts({size: PassCost(40.0, (1 + 0.1 * (size > 1)) / size, 0.05 / size) for size in (1, 2, 4)})
+COSTS = PassCosts({size: PassCost(40.0, (1 + 0.8 * (size > 1)) / size, 0.2 / size) for size in (1, 2, 4)})
 """Costs by which rows of 30 tokens are computed alone, and those of 120 split."""
 NUM_ROWS, BUDGET = 24, 128
 
@@ -106,8 +107,9 @@ def one_pass(trainer: PolicyTrainer, loss: Loss) -> dict[str, Any]:
     trainer.engine.split_over = noted  # type: ignore[method-assign]
     report = trainer.forward_backward(own, loss)
     trainer.engine.split_over = split_over  # type: ignore[method-assign]
-    parameters = {name: one.grad for name, one in trainer.model.named_parameters() if one.grad is not None}
-    gradients = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in parameters.items()}
+    shards = {name: one.grad for name, one in trainer.model.named_parameters() if one.grad is not None}
+    whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in shards.items()}
+    gradients = {name: one.clone() for name, one in whole.items()}  # the step clips them in place
     result = {"gradients": gradients, "metrics": report.metrics, "sizes": sizes, "measured": measured}
     trainer.optim_step()
     result["logprobs"] = dict(zip(own.row_ids.tolist(), trainer.logprobs(own), strict=True))

@@ -40,6 +40,7 @@ TWO = LORA | {"policies": {"a": PolicyConfig(), "b": PolicyConfig()}}
 OF_EXPERTS = {"lora": LoraConfig(rank=4, alpha=8, target_modules=["all-linear", "gate_up_proj", "down_proj"])}
 TENSOR = {"tensor_parallel_size": 2}
 SEQUENCE = {"sequence_parallel_size": 2}
+BY_LENGTH = {"sequence_parallel_size": "auto"}
 COPIES = {"shard_size": 2}
 BALANCED = {"router_aux_loss_coef": 0.5}
 PACKED = {"packing": "always"}
@@ -76,6 +77,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "candidates": {},
         "candidates_tensor": TENSOR,
         "candidates_sequence": SEQUENCE,
+        "candidates_by_length": BY_LENGTH,
         "candidates_packed_sequence": SEQUENCE | PACKED,
         "packed_tensor_lora": TENSOR | LORA | PACKED,
         "packed_sequence_checkpointed": SEQUENCE | PACKED | {"activation_checkpointing": True},
@@ -88,6 +90,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "packed_tensor_and_sequence": TENSOR | SEQUENCE | PACKED,
         "shared_tensor_and_sequence": TENSOR | SEQUENCE | SHARED,
+        "critic_by_length": BY_LENGTH,
         "tensor_and_data": TENSOR,
         "tensor_and_data_lora": TENSOR | LORA,
         "tensor_and_data_gathered_by_layer": TENSOR,
@@ -154,9 +157,7 @@ def with_beginnings(rows: Rows) -> Rows:
 
 def share_of(rank: int, num_ranks: int, options: dict[str, Any]) -> list[int]:
     """Positions of a rank's rows: those that split one another's work have the same."""
-    peers = 1
-    for name in SPLITS:
-        peers *= options.get(name, 1)
+    peers = TrainerConfig(num_ranks=num_ranks, **options).ranks_per_row
     return list(range(rank // peers, NUM_ROWS, num_ranks // peers))
 
 
