@@ -9,11 +9,15 @@ lengths, cut by Penstock into micro-batches of similar length, or packed without
 rows each as they come, padded to the longest. *Short*: the same with few tokens a row. *Pairs*: of rows that stay
 together two by two, whatever their lengths, as a preference loss wants them. *Prompts*: groups of 8 samples of 128
 tokens to a prompt of 1,024, as trees that have it once, or each row alone. *Turns*: groups of 4 attempts of 8 turns
-whose histories are rewritten. *Unlike*: as *prompts*, but no two rows begin alike. Sides alternate; medians of rounds.
+whose histories are rewritten. *Unlike*: as *prompts*, but no two rows begin alike. *Ranks*: lognormal lengths up to
+8,192 tokens on four ranks, of which as many split each micro-batch as `trainer.sequence_parallel_size` says, or as
+fits the lengths of its rows (`auto`); each rank has as many tokens. Sides alternate; medians of rounds.
 Processor seconds are counted beside the clock's, since they do not depend on other work. Linux only: it reads /proc.
 """
 
+import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, show, write_json
+from tests.rank_processes import run_ranks
 
 NUM_ROUNDS = 5
 LOGITS_MODEL = {"hidden": 256, "layers": 2, "vocabulary": 150_000}
@@ -48,6 +53,8 @@ QUICK_MODEL = {"vocabulary": 60_000}
 QUICK_LOGITS = {"count": 4, "response_tokens": 64}
 QUICK_LENGTHS = {"count": 8, "response_tokens": 40, "longest": 256}
 QUICK_TREES = {"prompt_tokens": 128}
+RANKS_MODEL = {"hidden": 128, "layers": 4, "vocabulary": 4096, "kv_heads": 4}
+NUM_RANKS, RANKS_ROWS, QUICK_RANKS_ROWS = 4, 128, 8
 COPIES = 5
 """Number of copies of [tokens, vocabulary] in float32 that fit in memory before whole logits are tried: four, and
 room."""
@@ -65,8 +72,8 @@ def build_model(directory: Path, case: dict[str, int]) -> Path:
         intermediate_size=3 * case["hidden"],
         num_hidden_layers=case["layers"],
         num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
+        num_key_value_heads=case.get("kv_heads", 2),
+        max_position_embeddings=8192,
         tie_word_embeddings=True,
         dtype="float32",
     )
@@ -100,6 +107,17 @@ def measure(
     finally:
         for child in children.values():
             child.close()
+    return rounds
+
+
+def measure_ranks(work: Path, num_rounds: int, num_rows: int) -> list[Round]:
+    """Measure rounds of several ranks; sides alternate."""
+    path, file = build_model(work / "ranks", RANKS_MODEL), work / "ranks.json"
+    run_ranks(
+        [sys.executable, "-m", "benchmarks.peers.training_ranks"], NUM_RANKS, path, file, num_rounds, num_rows,
+        timeout_s=7200,
+    )  # fmt: skip
+    rounds: list[Round] = json.loads(file.read_text())
     return rounds
 
 
@@ -161,6 +179,21 @@ def print_trees(rounds: list[Round]) -> None:
     show(table, 110)
 
 
+def print_ranks(rounds: list[Round]) -> None:
+    """Print what groups chosen by length are worth."""
+    rounds = [entry for entry in rounds if entry["case"] == "ranks"]
+    table = new_table(
+        "Four ranks, groups by length: medians over rounds", ["ranks a row"],
+        ["CPU s of the longest rank", "CPU s of all", "exchanged MB", "passes", "s"],
+    )  # fmt: skip
+    for side in dict.fromkeys(entry["side"] for entry in rounds):
+        values = (median(rounds, side, key) for key in ("longest_cpu_seconds", "cpu_seconds"))
+        num_bytes = median(rounds, side, "exchanged_bytes") / 1e6
+        passes, seconds = median(rounds, side, "passes"), median(rounds, side, "seconds")
+        table.add_row(side, *(f"{value:.2f}" for value in values), f"{num_bytes:,.0f}", f"{passes:g}", f"{seconds:.1f}")
+    show(table, 110)
+
+
 def ratios_of(rounds: list[Round], name: str, key: str, sides: tuple[str, str]) -> list[float]:
     """Ratios of rounds that followed one another: the first side's value over the second's."""
     before, after = (
@@ -178,6 +211,13 @@ def targets_of(rounds: list[Round]) -> list[Target]:
         Target("samples a second where nothing is shared, over rows alone", speeds["unlike"], "x", ">=", 0.97),
         Target("peak memory, prompts once over rows alone", memory_of_trees, "x", "<=", 1.0),
     ]
+    fixed = min(("1", "2", "4"), key=lambda side: median(rounds, side, "longest_cpu_seconds"))
+    longest = statistics.median(ratios_of(rounds, "ranks", "longest_cpu_seconds", (fixed, "auto")))
+    num_bytes = statistics.median(ratios_of(rounds, "ranks", "exchanged_bytes", ("auto", "4")))
+    of_ranks = [
+        Target("processor time of the longest rank, best of 1, 2, 4 over by length", longest, "x", ">=", 1.3),
+        Target("exchanged bytes, by length over 4 ranks a row", num_bytes, "x", "<=", 1.0),
+    ]
     rounds = [entry for entry in rounds if entry["case"] in ("logits", "lengths")]
     memory = median(rounds, "whole", "peak_bytes") / median(rounds, "tiled", "peak_bytes")
     time = median(rounds, "tiled", "seconds") / median(rounds, "whole", "seconds")
@@ -188,6 +228,7 @@ def targets_of(rounds: list[Round]) -> list[Target]:
         Target("tokens a second in buckets over fixed rows'", speed, "x", ">=", 2.0),
         Target("padding in buckets", 100 * median(rounds, "bucketed", "padding"), "%", "<=", 5.0),
         *of_trees,
+        *of_ranks,
     ]
 
 
@@ -209,9 +250,11 @@ def main() -> None:
         some = QUICK_TREES if arguments.quick else {}
         trees = {name: (TREE_SIDES, case | some) for name, case in zip(TREES, (PROMPTS, TURNS, UNLIKE), strict=True)}
         rounds += measure(TREES_MODEL, trees, Path(folder), num_rounds)
-    print_rounds(rounds)
+        rounds += measure_ranks(Path(folder), num_rounds, QUICK_RANKS_ROWS if arguments.quick else RANKS_ROWS)
+    print_rounds([entry for entry in rounds if entry["case"] != "ranks"])
     print_packed(rounds)
     print_trees(rounds)
+    print_ranks(rounds)
     targets = targets_of(rounds)
     print_targets(targets)
     write_json(
