@@ -96,3 +96,40 @@ def test_kernels_of_gpus_are_refused_on_cpus():
     with pytest.raises(ConfigError, match=r"trainer\.liger=true: .* trainer\.num_gpus_per_rank=0\. Set that to 1"):
         TrainerConfig(liger=True)
     assert TrainerConfig(liger=True, num_gpus_per_rank=1).liger
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [({"num_ranks": 1}, 1), ({"num_ranks": 6}, 2), ({"num_ranks": 32}, 8),
+     ({"num_ranks": 8, "tensor_parallel_size": 4}, 2), ({"num_ranks": 6, "tensor_parallel_size": 2}, 1)],
+)  # fmt: skip
+def test_groups_are_chosen_within_the_largest_power_of_two_of_ranks(options, num_ranks):
+    config = TrainerConfig(sequence_parallel_size="auto", **options)
+    assert config.sequence_ranks == num_ranks
+    assert config.ranks_per_row == num_ranks * config.tensor_parallel_size
+    assert config.of_scorer().sequence_ranks == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "sizes"),
+    [({}, (28, 4), [1, 2, 4]), ({"tensor_parallel_size": 2}, (28, 4), [1, 2]), ({}, (14, 7), [1]),
+     ({}, (32, 8), [1, 2, 4, 8]), ({"sequence_parallel_size": 4}, (28, 4), [4])],
+)  # fmt: skip
+def test_groups_have_sizes_that_divide_the_heads(options, heads, sizes):
+    config = TrainerConfig(**{"num_ranks": 8, "sequence_parallel_size": "auto"} | options)
+    assert config.split_sizes(heads) == sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": "never"}, r"packs the rows of a micro-batch, and trainer\.packing=never"),
+        ({"engine": "deepspeed"}, r"sequence_parallel_size is for trainer\.engine=fsdp only"),
+        ({"compile": True}, r"sequence_parallel_size=auto communicate inside"),
+        ({"router_aux_loss_coef": 0.1}, r"routers are watched where they run"),
+        ({"sequence_parallel_size": "some"}, r"sequence_parallel_size=some: must be a number, or auto"),
+    ],
+)
+def test_settings_that_do_not_go_with_groups_by_length_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(**{"num_ranks": 2, "sequence_parallel_size": "auto"} | options)

@@ -142,3 +142,13 @@ def test_splitting_costs_collectives_and_saves_products() -> None:
     assert RankCosts(shape, slow, FACTORS, replace(config, tensor_parallel_size=8)).update_s(rows) > split
     within = RankCosts(shape, H100, FACTORS, replace(config, shard_size=8)).update_s(rows)
     assert within < alone, "weights are gathered within a node"
+
+
+def test_groups_by_length_take_less_than_one_size_for_all_and_as_much_for_one_row() -> None:
+    shape = shape_of("Qwen/Qwen3-32B")
+    config = TrainerConfig(dtype="bfloat16", num_ranks=8, num_gpus_per_rank=1, activation_checkpointing=True)
+    by_length, fixed = (
+        RankCosts(shape, H100, FACTORS, replace(config, sequence_parallel_size=size)) for size in ("auto", 8)
+    )
+    assert by_length.update_s([30_000, *[1000] * 200]) < fixed.update_s([30_000, *[1000] * 200])
+    assert by_length.update_s([30_000]) == pytest.approx(fixed.update_s([30_000]))

@@ -89,6 +89,13 @@ def test_an_ordinary_plan_is_preferred_to_one_that_may_be_as_fast(words: tuple[s
     assert best.config.rollout.tensor_parallel_size == min(parts)
 
 
+def test_groups_by_length_that_are_asked_for_are_planned() -> None:
+    search = searched("1x8:h100", "trainer.sequence_parallel_size=auto")
+    assert search.plans
+    assert all(plan.config.trainer.splits_by_length for plan in search.plans)
+    plan_of(search).memory.check()
+
+
 def test_no_plan_names_a_package_that_is_not_installed() -> None:
     for plan in searched("2x8:h100", "max_staleness=1").plans:
         check_packages(plan.config)

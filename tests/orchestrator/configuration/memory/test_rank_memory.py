@@ -88,6 +88,8 @@ def test_ulysses_splits_the_tokens_and_tensor_parallelism_the_layers() -> None:
     assert rank_memory(by_tokens).parts["activations"] == rank_memory(alone).parts["activations"] / 2
     assert rank_memory(by_tokens).parts["activations"] < rank_memory(by_layers).parts["activations"]
     assert rank_memory(by_layers).total < rank_memory(alone).total
+    by_length = setting_of(sequence_parallel_size="auto", **kept)
+    assert rank_memory(by_length).parts == rank_memory(by_tokens).parts
 
 
 @given(
