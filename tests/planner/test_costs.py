@@ -144,7 +144,7 @@ def test_splitting_costs_collectives_and_saves_products() -> None:
     assert within < alone, "weights are gathered within a node"
 
 
-def test_groups_by_length_take_less_than_one_size_for_all_and_as_much_for_one_row() -> None:
+def test_groups_by_length_take_less_than_one_size_for_all() -> None:
     shape = shape_of("Qwen/Qwen3-32B")
     config = TrainerConfig(dtype="bfloat16", num_ranks=8, num_gpus_per_rank=1, activation_checkpointing=True)
     by_length, fixed = (

@@ -40,7 +40,7 @@ def measured_costs(trainer: PolicyTrainer) -> PassCosts:
 def measure(seconds: Seconds, sizes: list[int], longest: int, deadline_s: float = DEADLINE_S) -> dict[int, PassCost]:
     """Costs by size, of 1 first; none if the trials take longer than the deadline. `longest`: most tokens of a row.
     Noise makes no group faster than its ranks are alone."""
-    found, spent = {}, 0.0
+    found, spent = dict[int, PassCost](), 0.0
     for size in sizes:
         shortest = []
         for lengths in shapes(size, longest):

@@ -39,4 +39,4 @@ def test_noise_makes_no_cost_negative() -> None:
 
 def test_no_group_is_taken_to_be_faster_than_its_ranks_alone() -> None:
     found = measure(lambda lengths, size: sum(lengths) / size**2, [1, 2], 1024, deadline_s=1e9)
-    assert found[2] == found[1]._replace(token=found[1].token / 2)
+    assert found[2] == PassCost(found[1].each, found[1].token / 2, 0.0)
