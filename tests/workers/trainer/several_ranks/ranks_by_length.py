@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import logsigmoid
 
+from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.algorithms.losses.preference import simpo_loss
 from penstock.conf import trainer as trainer_keys
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
@@ -65,6 +67,17 @@ def rows() -> Rows:
     )
 
 
+def pair_loss(
+    logprobs: Tensor, mask: Tensor, totals: BatchTotals, preferred: Tensor, group_ids: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of two rows that stay together, in float64; preference losses sum responses in float32."""
+    means_B = torch.where(mask, logprobs, 0.0).sum(1) / mask.sum(1)
+    groups, group_of_B = group_ids.unique(return_inverse=True)
+    margins_G = means_B.new_zeros(len(groups)).index_add(0, group_of_B, preferred * means_B)
+    loss = -logsigmoid(margins_G).sum() / totals.num_groups
+    return loss, {"loss": loss}
+
+
 def open_exactly(path: str, **options: Any) -> tuple[Any, Any]:
     """The model in float64, its norms too: theirs compute in float32."""
     lm, weights = open_causal_lm(path, **options | {"dtype": "float64"})
@@ -86,7 +99,7 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
         fsdp.KEEP_WHOLE_BYTES = 0 if "gathered_by_layer" in scenario else 2**31
         config = TrainerConfig(num_ranks=num_ranks, max_tokens_per_microbatch=BUDGET, **options)
         trainers.append(PolicyTrainer(config, model, join(config)))
-        result = one_pass(trainers[-1], simpo_loss if "pairs" in scenario else ppo_clip_loss)
+        result = one_pass(trainers[-1], pair_loss if "pairs" in scenario else ppo_clip_loss)
         torch.save(result, directory / f"{scenario}.{rank}.pt")
     trainers[0].close()
 
