@@ -440,11 +440,11 @@ PARTS = ("weights", "gathered weights", "gradients", "moments", "activations", "
 
 
 def test_groups_by_length_have_the_budget_of_tokens_for_each_rank(view: Callable[..., MemoryView]) -> None:
-    words = ("trainer.num_ranks=8", "trainer.max_tokens_per_microbatch=16384")
+    words = ("trainer.num_ranks=8", "trainer.max_tokens_per_microbatch=4096")
     alone, by_length = (
         memory_of(view(LARGE, *words, f"trainer.sequence_parallel_size={size}")) for size in ("1", "auto")
     )
     activations = alone.ranks["policy"].parts["activations"]
     assert by_length.ranks["policy"].parts["activations"] == pytest.approx(activations)
-    split = memory_of(view(LARGE, *words, "trainer.sequence_parallel_size=auto", "rollout.max_model_len=131072"))
+    split = memory_of(view(LARGE, *words, "trainer.sequence_parallel_size=auto", "rollout.max_model_len=32768"))
     assert split.ranks["policy"].parts["activations"] == pytest.approx(2 * activations, rel=0.01)
