@@ -447,4 +447,4 @@ def test_groups_by_length_have_the_budget_of_tokens_for_each_rank(view: Callable
     activations = alone.ranks["policy"].parts["activations"]
     assert by_length.ranks["policy"].parts["activations"] == pytest.approx(activations)
     split = memory_of(view(LARGE, *words, "trainer.sequence_parallel_size=auto", "rollout.max_model_len=32768"))
-    assert split.ranks["policy"].parts["activations"] == pytest.approx(2 * activations, rel=0.01)
+    assert split.ranks["policy"].parts["activations"] == pytest.approx(2 * activations, rel=0.05)

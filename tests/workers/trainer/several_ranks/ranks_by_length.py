@@ -70,8 +70,8 @@ def rows() -> Rows:
 def pair_loss(
     logprobs: Tensor, mask: Tensor, totals: BatchTotals, preferred: Tensor, group_ids: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of two rows that stay together, in float64; preference losses sum responses in float32."""
-    means_B = torch.where(mask, logprobs, 0.0).sum(1) / mask.sum(1)
+    """A loss of two rows that stay together, summed in float64: log-probabilities are float32."""
+    means_B = torch.where(mask, logprobs.double(), 0.0).sum(1) / mask.sum(1)
     groups, group_of_B = group_ids.unique(return_inverse=True)
     margins_G = means_B.new_zeros(len(groups)).index_add(0, group_of_B, preferred * means_B)
     loss = -logsigmoid(margins_G).sum() / totals.num_groups
