@@ -284,11 +284,12 @@ class TrainerConfig:
                 divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
-        if self.num_scorer_ranks and not self.splits_by_length:
-            divides(both, self.ranks_per_row, "trainer.num_scorer_ranks", self.num_scorer_ranks)
-        for name, ranks in self.scorer_ranks.items():
-            at_least(f"trainer.scorer_ranks.{name}", ranks, 1)
-            divides(both, self.ranks_per_row, f"trainer.scorer_ranks.{name}", ranks)
+        of_scorers = {f"trainer.scorer_ranks.{name}": ranks for name, ranks in self.scorer_ranks.items()}
+        for key, ranks in of_scorers.items():
+            at_least(key, ranks, 1)
+        for key, ranks in (of_scorers | {"trainer.num_scorer_ranks": self.num_scorer_ranks}).items():
+            if ranks and not self.splits_by_length:
+                divides(both, self.ranks_per_row, key, ranks)
         if self.shard_size:
             divides("trainer.shard_size", self.shard_size, "trainer.num_ranks", self.num_ranks)
             size = self.tensor_parallel_size

@@ -141,7 +141,8 @@ def _scoring(
 ) -> list[dict[str, int]]:
     """Numbers of ranks of all scorers that are tried beside so many of the trainer, without those that are given.
     `scorers`: sizes, by the policy's."""
-    each = split["trainer.tensor_parallel_size"] * split["trainer.sequence_parallel_size"]
+    sequence = split["trainer.sequence_parallel_size"]
+    each = split["trainer.tensor_parallel_size"] * (1 if sequence == AUTO else sequence)
     given = {name: base.trainer.scorer_ranks.get(name, base.trainer.num_scorer_ranks) for name in scorers}
     found = [
         {name: given[name] or each * math.ceil(share * size * num_ranks / each) for name, size in scorers.items()}
