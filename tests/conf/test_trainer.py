@@ -107,7 +107,7 @@ def test_groups_are_chosen_within_the_largest_power_of_two_of_ranks(options, num
     config = TrainerConfig(sequence_parallel_size="auto", **options)
     assert config.sequence_ranks == num_ranks
     assert config.ranks_per_row == num_ranks * config.tensor_parallel_size
-    assert config.of_scorer().sequence_ranks == num_ranks
+    assert config.of_scorer("reference").sequence_ranks == num_ranks
 
 
 @pytest.mark.parametrize(
