@@ -27,6 +27,9 @@ KEEP_WHOLE_BYTES = 2 * 2**30
 communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
 forward and backward.
 """
+STREAM, CHUNK_TOKENS = "stream", 1024
+"""Value of `trainer.activation_checkpointing`, and tokens that a layer then computes at a time: fewer make matrix
+products slower, more take memory."""
 
 
 @dataclass
@@ -213,8 +216,11 @@ class TrainerConfig:
     GPU's memory is known (cluster.gpu_memory_gib) and has room for both, with keys and values for as many of the
     longest sequences as an engine gets at once; else false."""
     activation_checkpointing: bool | str = AUTO
-    """True: recompute each layer in backward: less memory, about a third more time. auto: on a GPU, unless
-    micro-batches of 8,192 tokens fit without, and with activation_offload; on CPUs false."""
+    """True: recompute each layer in backward: less memory, about a third more time. stream: recompute it in chunks of
+    1,024 tokens (2506.03077), forward and backward: the same gradients in about the same time, and a fraction of the
+    memory beyond the inputs of layers, for long rows or many tokens in a micro-batch; for text models with full
+    attention by sdpa, whose layers are neither compiled nor split over ranks. auto: true on a GPU, unless micro-batches
+    of 8,192 tokens fit without, and with activation_offload; on CPUs false."""
     activation_offload: bool = False
     """True: keep what backward needs of each micro-batch in page-locked host memory: all that layers save, or their
     inputs alone where activation_checkpointing recomputes the rest, which is little to copy. Changes no bit; costs the
@@ -275,9 +281,9 @@ class TrainerConfig:
         )  # fmt: skip
         if not auto_or_number("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch):
             at_least("trainer.max_tokens_per_microbatch", self.max_tokens_per_microbatch, 1)
-        for key in ("activation_checkpointing", "stay_on_device"):
+        for key, words in {"activation_checkpointing": (AUTO, STREAM), "stay_on_device": (AUTO,)}.items():
             if isinstance(getattr(self, key), str):
-                one_of(f"trainer.{key}", getattr(self, key), (AUTO,))
+                one_of(f"trainer.{key}", getattr(self, key), words)
         for key in ("tensor_parallel_size", "sequence_parallel_size"):
             if not auto_or_number(f"trainer.{key}", getattr(self, key)):
                 at_least(f"trainer.{key}", getattr(self, key), 1)
@@ -299,6 +305,7 @@ class TrainerConfig:
             self._check_capability("splits_layers", key, getattr(self, key), 1)
         self._check_capability("has_adapters", "lora.rank", self.lora.rank, 0)
         self._check_compile()
+        self._check_stream()
         if self.activation_offload and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"trainer.activation_offload=true: layers of trainer.tensor_parallel_size={self.tensor_parallel_size} "
@@ -340,6 +347,23 @@ class TrainerConfig:
                 "compiled. Set both to 1, or leave it out."
             )
 
+    def _check_stream(self) -> None:
+        """Refuse to compute layers in chunks where something else is made of whole layers or whole rows."""
+        in_the_way = {
+            "trainer.deepspeed.zero_stage=3": self.zero_stage == 3,
+            "trainer.compile=true": self.compile,
+            f"trainer.tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
+            f"trainer.sequence_parallel_size={self.sequence_parallel_size}": self.sequence_parallel_size > 1,
+            "trainer.share_prefixes=always": self.share_prefixes == "always",
+            f"trainer.router_aux_loss_coef={self.router_aux_loss_coef}": self.router_aux_loss_coef > 0,
+        }
+        if self.streams_layers and any(in_the_way.values()):
+            keys = ", ".join(key for key, is_set in in_the_way.items() if is_set)
+            raise ConfigError(
+                f"trainer.activation_checkpointing=stream: layers are computed in chunks of tokens, and {keys} wants "
+                "whole ones. Leave that out, or set trainer.activation_checkpointing=true."
+            )
+
     @property
     def capabilities(self) -> TrainerCapabilities:
         """Capabilities of the engine; of the default one as long as `engine` is an interpolation."""
@@ -360,7 +384,12 @@ class TrainerConfig:
     def recomputes_layers(self) -> bool:
         """True if layers are recomputed in backward; as long as nobody has chosen, on GPUs."""
         chosen = self.activation_checkpointing
-        return self.num_gpus_per_rank > 0 if isinstance(chosen, str) else chosen
+        return self.num_gpus_per_rank > 0 if chosen == AUTO else bool(chosen)
+
+    @property
+    def streams_layers(self) -> bool:
+        """True if layers are computed in chunks of tokens."""
+        return self.activation_checkpointing == STREAM
 
     @property
     def stays_on_device(self) -> bool:

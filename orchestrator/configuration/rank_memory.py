@@ -23,9 +23,9 @@ Legend: P parameters; b bytes of an element that is computed with; H hidden, I w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.conf.trainer import KEEP_WHOLE_BYTES, TrainerConfig
+from penstock.conf.trainer import CHUNK_TOKENS, KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.orchestrator.configuration.model_shape import ModelShape, TowerShape
 
 FLOAT32 = 4
@@ -239,7 +239,8 @@ def _in_flight(setting: RankSetting, *, reduced: bool) -> float:
         of_layer = setting.layer_parameters
     if setting.config.zero_stage:
         return setting.element_bytes * of_layer + MASTER * min(setting.num_trained, ZERO_BUCKET)
-    return (setting.element_bytes + MASTER * reduced) * of_layer
+    own = MASTER if setting.config.streams_layers else setting.element_bytes
+    return (own + MASTER * reduced) * of_layer
 
 
 def _at_head(setting: RankSetting) -> dict[str, float]:
@@ -262,7 +263,7 @@ def _in_layer(setting: RankSetting, layer: int) -> dict[str, float]:
         "activations": (
             _device_activations(setting, layer)
             + _recomputed(setting)
-            + layer_temporaries(setting)
+            + (0.0 if setting.config.streams_layers else layer_temporaries(setting))
             + _tower_kept(setting)
         ),
     }
@@ -334,11 +335,22 @@ def _layer_kept(setting: RankSetting) -> float:
 
 
 def _recomputed(setting: RankSetting) -> float:
-    """Bytes that come back in the backward of one layer."""
+    """Bytes that come back in the backward of one layer, or are there then where it is computed in chunks."""
     comes_back = _layer_kept(setting) if _offloads_activations(setting) else 0.0
     if not setting.config.recomputes_layers:
         return comes_back
-    return comes_back + layer_saved(setting)
+    return comes_back + (_streamed(setting) if setting.config.streams_layers else layer_saved(setting))
+
+
+def _streamed(setting: RankSetting) -> float:
+    """Bytes of one layer's backward in chunks: all of one chunk; gradients of all hidden states; and keys and values of
+    a row longer than a chunk, with their gradients, which are copied for the chunk at hand."""
+    shape, b = setting.shape, setting.element_bytes
+    chunk = replace(setting, tokens=min(setting.tokens, CHUNK_TOKENS))
+    is_cut = setting.row_tokens > CHUNK_TOKENS
+    keys = is_cut * setting.row_tokens * 2 * shape.kv_width * (3 * b + FLOAT32)
+    gradients = 2 * b * shape.hidden * (setting.tokens - chunk.tokens)
+    return layer_saved(chunk) + layer_temporaries(chunk) + gradients + keys
 
 
 def _offloads_activations(setting: RankSetting) -> bool:

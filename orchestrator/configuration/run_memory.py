@@ -274,6 +274,11 @@ class RunMemory:
             "lower rollout.gpu_memory_utilization": "engine" in what,
             "set trainer.dtype=bfloat16": trainer.dtype == "float32",
             "set trainer.activation_checkpointing=true": by_tokens and not trainer.recomputes_layers,
+            "set trainer.activation_checkpointing=stream": (
+                by_tokens
+                and trainer.recomputes_layers
+                and not (trainer.streams_layers or trainer.compile or trainer.ranks_per_row > 1 or is_scorer)
+            ),
             "set trainer.activation_offload=true": (
                 by_tokens
                 and trainer.recomputes_layers

@@ -53,6 +53,7 @@ from penstock.workers.trainer.models.language_model import (
     compile_layers,
     max_length,
     open_causal_lm,
+    stream_layers,
     use_liger,
 )
 from penstock.workers.trainer.models.routing import Routers
@@ -171,7 +172,8 @@ class PolicyTrainer:
         """Make the model, and the engine that trains it."""
         config = self.config
         dtype = "float32" if self.trainable else config.dtype
-        checkpoint_layers = self.trainable and config.recomputes_layers
+        streams = self.trainable and config.streams_layers
+        checkpoint_layers = self.trainable and config.recomputes_layers and not streams
         self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
         self.size = size_of(self.model, has_adapters=self.trainable and bool(config.lora.rank))
         """Size of the whole model, whatever part of it this rank has."""
@@ -180,7 +182,10 @@ class PolicyTrainer:
         self.packs = packed_attention.choose(self.model.lm, packing, has_kernel=kernels.packed)
         """True if rows of a micro-batch are packed (`trainer.packing`)."""
         self.sharing = packed_attention.choose_trees(
-            self.model.lm, config.share_prefixes, is_compiled=config.compile, has_kernel=kernels.trees
+            self.model.lm,
+            "never" if streams else config.share_prefixes,
+            is_compiled=config.compile,
+            has_kernel=kernels.trees,
         )
         """Whether rows of a group are trees: never, auto or always."""
         self.model.requires_grad_(self.trainable)
@@ -198,6 +203,8 @@ class PolicyTrainer:
         if config.compile:
             check_compiles(self.model.lm)
             compile_layers(self.model)
+        if streams:
+            stream_layers(self.model)
         self.engine = make_engine(self.model, weights, self.ranks, config)
 
     def _add_adapters(self) -> dict[str, Tensor]:
@@ -272,6 +279,11 @@ class PolicyTrainer:
         """Send the tokens of rows that have `routed_experts` where the engine sent them (`rollout.router_replay`). Call
         it before `check_scores`, which looks at the routers' weights then. Rows share nothing then, as each has records
         of its own. Raises `ConfigError` for a dense model, and where trees are asked for."""
+        if self.config.streams_layers:
+            raise ConfigError(
+                f"trainer.activation_checkpointing=stream: layers are computed in chunks of tokens, and {REPLAY_KEY} has "
+                "records of whole rows for them. Leave out one of them."
+            )
         if self.sharing == "always":
             raise ConfigError(
                 f"{packed_attention.TREES_KEY}=always: with {REPLAY_KEY} each row has records of its own for what it "

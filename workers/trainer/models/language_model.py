@@ -24,6 +24,7 @@ from penstock.workers.pictures.processor import auto_class
 from penstock.workers.trainer.models import packed_attention, vision
 from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
+from penstock.workers.trainer.models.streamed_layers import StreamedLayer
 from penstock.workers.trainer.models.token_scores import ENTROPY, LogitChange, OutputLayer, whole_scores
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.picture_places import Pictures
@@ -288,8 +289,19 @@ def open_scalar_lm(
 
 def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:
     """The blocks that are sharded and compiled one by one: what the model's class calls indivisible."""
-    names = set(model.lm._no_split_modules or ())
+    names = {StreamedLayer.__name__, *(model.lm._no_split_modules or ())}
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def stream_layers(model: PolicyModel | ScalarModel) -> None:
+    """Have each layer computed in chunks of tokens, forward and backward, in place. Call it after `add_adapters`, and
+    before an engine shards the layers. Raises `ConfigError` for a model whose layers cannot be computed so."""
+    packed_attention.prepare_parts(model.lm)
+    layers = decoder_layers(model)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if child in layers:
+                setattr(module, name, StreamedLayer(child))
 
 
 def compile_layers(model: PolicyModel | ScalarModel) -> None:

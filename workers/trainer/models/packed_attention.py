@@ -18,6 +18,7 @@ Unseen on a GPU. Tests on CPUs show FlexAttention's forward pass.
 
 import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -26,12 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.trainer import TrainerConfig
+from penstock.conf.trainer import STREAM, TrainerConfig
 from penstock.workers.trainer.models import attention_kernels
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update.token_layout import Blocks, Trees, mask_of
@@ -137,6 +139,48 @@ class TreeAttention:
         ]
 
 
+class PartAttention:
+    """Attention of a part of a row to the row's parts before it, and to itself; or of packed rows, each to itself.
+
+    attention = PartAttention([earlier.own])
+    attention(module, query, key, value)
+    attention.own       # keys and values, for later parts
+    """
+
+    own: tuple[Tensor, Tensor]
+    """The part's own keys and values, `[B, heads, T, D]`."""
+
+    def __init__(self, past: Sequence[tuple[Tensor, Tensor]] = (), blocks: Blocks | None = None) -> None:
+        """`past`: keys and values of the parts before. `blocks`: of packed rows, which have none before them."""
+        self._past, self._blocks = past, blocks
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        """Attend. query, key, value: `[B, heads, T, D]`; returns `[B, T, heads, D]`."""
+        self.own = key, value
+        if not self._past:
+            return attention(module, query, key, value, None, **keywords, **{BLOCKS: self._blocks})
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(*self._past, self.own, strict=True))
+        output = nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=causal_lower_right(query.shape[2], keys.shape[2]),
+            scale=keywords.get("scaling"), enable_gqa=query.shape[1] != keys.shape[1],
+        )  # fmt: skip
+        return output.transpose(1, 2).contiguous(), None
+
+
+class KeysKnown(Exception):
+    """Raised by `KeysAlone`: there is nothing more to compute."""
+
+
+class KeysAlone(PartAttention):
+    """Stops a layer once the part's own keys and values are known."""
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
+        self.own = key, value
+        raise KeysKnown
+
+
 def _named_blocks(is_read_QK: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of keys each block of queries reads, `[1, 1, Q]`, and their numbers first, `[1, 1, Q, K]`."""
     numbers_QK = is_read_QK.int().argsort(dim=-1, descending=True, stable=True)
@@ -154,14 +198,15 @@ PACKED = "penstock_packed"
 """Name under which transformers knows `attention`."""
 FLASH = "flash_attention_2"
 BLOCKS = "blocks"
-"""Keyword argument that passes blocks or a `TreeAttention` from the model's call to `attention`; None: padded rows."""
+"""Keyword argument that passes blocks, a `TreeAttention` or a `PartAttention` from the model's call to `attention`; None:
+padded rows."""
 SHARING = frozenset({
     "apertus", "arcee", "bitnet", "cohere", "diffllama", "ernie4_5", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe",
     "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "jais2", "llama", "minimax_m2", "ministral3", "mixtral", "nanochat", "olmo", "olmo2", "olmoe",
     "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
-"""Kinds of models whose trees a test compares with rows alone. Others may count positions from elsewhere (RoBERTa), or
+"""Kinds of models whose trees, and parts of rows, a test compares with rows alone. Others may count positions from elsewhere (RoBERTa), or
 not pass arguments on to their attention (Nemotron)."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names that transformers has for kinds of layers."""
@@ -197,6 +242,16 @@ def choose_trees(lm: Any, sharing: str, *, is_compiled: bool, has_kernel: bool =
     return sharing
 
 
+def prepare_parts(lm: Any) -> None:
+    """Prepare a model for layers that are computed in parts of rows (`streamed_layers.py`). Raises `ConfigError` where
+    they cannot be."""
+    if reason := reason_against_trees(lm):
+        raise ConfigError(
+            f"trainer.activation_checkpointing={STREAM}: {reason}. Set trainer.activation_checkpointing=true."
+        )
+    text_model(lm).set_attn_implementation(PACKED)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Which kernels work on the rank's device."""
@@ -221,7 +276,8 @@ def _own_kernels(lm: Any, config: TrainerConfig, device: torch.device) -> Kernel
     heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads[0]
     packs = config.packing != "never" and reason_against(lm) is None
-    shares = config.share_prefixes == "always" or (config.share_prefixes == "auto" and not config.compile)
+    may_share = config.share_prefixes == "auto" and not (config.compile or config.streams_layers)
+    shares = config.share_prefixes == "always" or may_share
     reason = None
     if shares and reason_against_trees(lm) is None:
         reason = reason_against_flex(device, dtype, heads, width)
@@ -264,18 +320,18 @@ def reason_against(lm: Any) -> str | None:
 
 
 def reason_against_trees(lm: Any) -> str | None:
-    """Why rows of this model cannot be computed as trees; None: they can."""
+    """Why rows of this model cannot be computed as trees, nor in parts; None: they can."""
     config = lm.config
     if config._attn_implementation not in ("sdpa", PACKED):
-        return f"trees are for model.attention=sdpa, and it is {config._attn_implementation}"
+        return f"it is for model.attention=sdpa, and that is {config._attn_implementation}"
     if text_model(lm) is not lm:
-        return f"{config.model_type} is a vision model, and rows with pictures share nothing"
+        return f"{config.model_type} is a vision model, and it is for models of text"
     if config.model_type not in SHARING:
-        return f"{config.model_type} is none of the models whose trees were compared with rows alone"
+        return f"{config.model_type} is none of the models in which it was compared with rows alone"
     windowed = SLIDING if getattr(config, "sliding_window", None) else FULL
     kinds = set(getattr(config, "layer_types", None) or [windowed])
     if kinds - {FULL}:
-        return f"{config.model_type} has layers of {', '.join(sorted(kinds - {FULL}))}, and a tree wants full attention"
+        return f"{config.model_type} has layers of {', '.join(sorted(kinds - {FULL}))}, and it wants full attention"
     return reason_against(lm)
 
 
@@ -310,7 +366,7 @@ def attention(
             f"{KEY}=never and {TREES_KEY}=never."
         )
     blocks = keywords.pop(BLOCKS)
-    if isinstance(blocks, TreeAttention):
+    if isinstance(blocks, TreeAttention | PartAttention):
         return blocks(module, query, key, value, **keywords)
     if blocks is None:
         mask = mask_of(query.shape[2], attention_mask, query.device)

@@ -59,6 +59,12 @@ class Blocks:
         position_ids, bounds = (one.to(device, non_blocking=True) for one in (self.position_ids_1T, self.bounds))
         return Blocks(self.lengths, position_ids, bounds)
 
+    def some(self, first: int, last: int) -> "Blocks":
+        """The blocks from number `first` to before `last`, by themselves."""
+        start, end = sum(self.lengths[:first]), sum(self.lengths[:last])
+        bounds = self.bounds[first : last + 1] - self.bounds[first]
+        return Blocks(self.lengths[first:last], self.position_ids_1T[:, start:end], bounds)
+
     def runs(self, num_tokens: int) -> Iterator[tuple[int, int]]:
         """Number and length of the blocks next to each other that are alike, which attention can compute at once. What
         is left of `num_tokens` is padding, and a block of its own."""

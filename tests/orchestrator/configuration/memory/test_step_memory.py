@@ -20,6 +20,7 @@ from penstock.orchestrator.configuration.model_shape import ModelShape
 from penstock.store.data.rows import Rows
 from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.trainer.engines import fsdp
+from penstock.workers.trainer.models import streamed_layers
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 
 QWEN2 = FreshModelConfig(
@@ -38,12 +39,17 @@ ROW_TOKENS, PROMPT_TOKENS = 128, 8
 ALL, PARTS = {}, {"max_tokens_per_microbatch": 256}
 OF_EXPERTS = LoraConfig(rank=4, target_modules=["all-linear", "gate_up_proj", "down_proj"])
 BFLOAT16, RECOMPUTED = {"dtype": "bfloat16"}, {"activation_checkpointing": True}
+STREAMED, CHUNK_TOKENS = {"activation_checkpointing": "stream"}, 32
 SETTINGS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     # model, kept whole, options
     "float32": ("qwen2", True, ALL),
     "bfloat16 in micro-batches": ("qwen2", True, BFLOAT16 | PARTS),
     "recomputed": ("qwen2", True, RECOMPUTED),
     "by layer, bfloat16 recomputed": ("qwen2", False, BFLOAT16 | RECOMPUTED | PARTS),
+    "streamed": ("qwen2", True, STREAMED),
+    "by layer, bfloat16 streamed": ("qwen2", False, BFLOAT16 | STREAMED | PARTS),
+    "lora, streamed": ("qwen2", True, {"lora": LoraConfig(rank=8)} | STREAMED | PARTS),
+    "experts, bfloat16 streamed": ("experts", False, BFLOAT16 | STREAMED | PARTS),
     "small micro-batches": ("qwen2", False, BFLOAT16 | {"max_tokens_per_microbatch": 128}),
     "lora": ("qwen2", True, {"lora": LoraConfig(rank=8)} | PARTS),
     "lora, bfloat16 recomputed": ("qwen2", False, {"lora": LoraConfig(rank=8)} | BFLOAT16 | RECOMPUTED | PARTS),
@@ -93,6 +99,8 @@ def test_the_peak_of_a_step_is_told_within_15_percent(
     model, whole, options = SETTINGS[name]
     for module in (fsdp, told):
         monkeypatch.setattr(module, "KEEP_WHOLE_BYTES", 2**31 if whole else 0)
+    for module in (streamed_layers, told):
+        monkeypatch.setattr(module, "CHUNK_TOKENS", CHUNK_TOKENS)
     config = TrainerConfig(**options)
     rows = random_rows(4)
     values = json.loads((models[model] / "config.json").read_text())

@@ -23,6 +23,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer import publishing
 from penstock.workers.trainer.engines import deepspeed, fsdp
 from penstock.workers.trainer.memory_checkpoint import MemoryCheckpoint
+from penstock.workers.trainer.models import streamed_layers
 from penstock.workers.trainer.policy_trainer import PolicyTrainer
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.training_state import TrainingState
@@ -37,6 +38,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "empty_rank": {},
     "minibatches": {"num_minibatches": 3},
     "checkpointed": {"activation_checkpointing": True},
+    "streamed": {"activation_checkpointing": "stream"},
+    "streamed_by_layer": {"activation_checkpointing": "stream"},
     "gathered_by_layer": {},
     "tiled": {"logprob_chunk_mib": 0.002},
     "tiled_by_layer_checkpointed": {"logprob_chunk_mib": 0.002, "activation_checkpointing": True},
@@ -50,7 +53,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 def plain(scenario: str) -> str:
     """The scenario that must give the same on one rank of FSDP2, which has nothing to offload and computes as torch
     does."""
-    return {"offloaded": "even", "offloaded_bfloat16": "bfloat16", "compiled": "same_length"}.get(scenario, scenario)
+    same = {
+        "offloaded": "even", "offloaded_bfloat16": "bfloat16", "compiled": "same_length", "streamed": "checkpointed",
+        "streamed_by_layer": "checkpointed",
+    }  # fmt: skip
+    return same.get(scenario, scenario)
 
 
 def rows_of(scenario: str) -> Rows:
@@ -96,7 +103,8 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
         for scenario, options in scenarios_of(engine).items():
             if num_ranks == 1 and plain(scenario) != scenario:
                 continue
-            with gathered_by_layer() if "by_layer" in scenario else nullcontext():
+            chunks = patch.object(streamed_layers, "CHUNK_TOKENS", 7)
+            with chunks, gathered_by_layer() if "by_layer" in scenario else nullcontext():
                 budget = 8192 if num_ranks == 1 else 60
                 settings = ENGINES[engine] | {"max_tokens_per_microbatch": budget} | options
                 trainer = make(optimizer=OptimizerConfig(**LINEAR), **settings)
@@ -127,7 +135,7 @@ def scenarios_of(engine: str) -> dict[str, dict[str, Any]]:
         "offloaded": {"offload": True},
         "offloaded_bfloat16": {"offload": True, "dtype": "bfloat16"},
     }
-    others = ("compiled", "same_length") if engine == "zero3" else ("compiled", "same_length", "by_layer")
+    others = ("compiled", "same_length", "streamed" if engine == "zero3" else "by_layer")
     return {name: options for name, options in scenarios.items() if not any(other in name for other in others)}
 
 
