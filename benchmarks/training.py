@@ -1,10 +1,11 @@
-"""An update of the policy: memory and time with logits whole and in tiles, tokens a second with buckets and packed, and
-samples a second where rows begin alike.
+"""An update of the policy: memory and time with logits whole and in tiles, and with layers recomputed whole and in
+chunks; tokens a second with buckets and packed, and samples a second where rows begin alike.
 
     python -m benchmarks.training --json training.json
 
 *Logits*: a two-layer model with 150,000 words, all response tokens in one micro-batch; each side in a process of its
-own, whose peak of resident memory above what it had before the update is counted. *Lengths*: rows of long-tailed
+own, whose peak of resident memory above what it had before the update is counted. *Layers*: one row of 8,192 tokens;
+counted is what the peak has beyond the inputs of layers, which both sides keep. *Lengths*: rows of long-tailed
 lengths, cut by Penstock into micro-batches of similar length, or packed without padding, and by a plain loop into 8
 rows each as they come, padded to the longest. *Short*: the same with few tokens a row. *Pairs*: of rows that stay
 together two by two, whatever their lengths, as a preference loss wants them. *Prompts*: groups of 8 samples of 128
@@ -30,6 +31,10 @@ from tests.rank_processes import run_ranks
 NUM_ROUNDS = 5
 LOGITS_MODEL = {"hidden": 256, "layers": 2, "vocabulary": 150_000}
 LOGITS = {"count": 8, "response_tokens": 512, "longest": 512, "spread": 0.0, "loss": "ppo_clip"}
+LAYERS_MODEL = {"hidden": 512, "layers": 4, "vocabulary": 4096}
+LAYERS = {"count": 1, "response_tokens": 8176, "longest": 8176, "spread": 0.0, "loss": "ppo_clip"}
+"""With its prompt the row has 8,192 tokens."""
+LAYER_SIDES = ("streamed", "recomputed")
 LENGTHS_MODEL = {"hidden": 256, "layers": 4, "vocabulary": 4096}
 LENGTHS = {"count": 64, "response_tokens": 150, "longest": 2048, "spread": 1.0, "loss": "ppo_clip"}
 """`spread`: the standard deviation of the logarithm of lengths."""
@@ -51,6 +56,7 @@ PACKED = ("lengths", "short", "pairs")
 """Cases in which rows are packed."""
 QUICK_MODEL = {"vocabulary": 60_000}
 QUICK_LOGITS = {"count": 4, "response_tokens": 64}
+QUICK_LAYERS = {"response_tokens": 2032}
 QUICK_LENGTHS = {"count": 8, "response_tokens": 40, "longest": 256}
 QUICK_TREES = {"prompt_tokens": 128}
 RANKS_MODEL = {"hidden": 128, "layers": 4, "vocabulary": 4096, "kv_heads": 4}
@@ -159,22 +165,12 @@ def print_rounds(rounds: list[Round]) -> None:
     show(table, 110)
 
 
-def print_packed(rounds: list[Round]) -> None:
-    """Print what packing is worth: ratios of rounds that followed one another, by the clock and by the processor."""
-    table = new_table("Buckets' time over packed rows': median, least and most", ["case"], ["seconds", "CPU seconds"])
-    for name in PACKED:
-        ratios = [ratios_of(rounds, name, key, ("bucketed", "packed")) for key in ("seconds", "cpu_seconds")]
-        table.add_row(name, *(f"{statistics.median(some):.2f} ({min(some):.2f}-{max(some):.2f})" for some in ratios))
-    show(table, 110)
-
-
-def print_trees(rounds: list[Round]) -> None:
-    """Print what trees are worth: ratios of rounds that followed one another, and memory."""
-    table = new_table(
-        "Rows alone over trees: median, least and most", ["case"], ["seconds", "CPU seconds", "peak memory"]
-    )
-    for name in TREES:
-        ratios = [ratios_of(rounds, name, key, TREE_SIDES) for key in ("seconds", "cpu_seconds", "peak_bytes")]
+def print_ratios(title: str, rounds: list[Round], names: tuple[str, ...], sides: tuple[str, str]) -> None:
+    """Print what one side is to the other: ratios of rounds that followed one another."""
+    columns = {"seconds": "seconds", "cpu_seconds": "CPU seconds", "peak_bytes": "peak memory"}
+    table = new_table(f"{title}: median, least and most", ["case"], list(columns.values()))
+    for name in names:
+        ratios = [ratios_of(rounds, name, key, sides) for key in columns]
         table.add_row(name, *(f"{statistics.median(some):.2f} ({min(some):.2f}-{max(some):.2f})" for some in ratios))
     show(table, 110)
 
@@ -202,8 +198,22 @@ def ratios_of(rounds: list[Round], name: str, key: str, sides: tuple[str, str]) 
     return [one / other for one, other in zip(before, after, strict=True)]
 
 
+def beyond_inputs(rounds: list[Round]) -> list[Round]:
+    """The rounds of *layers*, whose peak is without the inputs of layers: float32, of all tokens and layers."""
+    of_token = 4 * LAYERS_MODEL["hidden"] * LAYERS_MODEL["layers"]
+    return [
+        entry | {"peak_bytes": entry["peak_bytes"] - of_token * entry["tokens"]}
+        for entry in rounds
+        if entry["case"] == "layers"
+    ]
+
+
 def targets_of(rounds: list[Round]) -> list[Target]:
     speeds = {name: statistics.median(ratios_of(rounds, name, "seconds", TREE_SIDES)) for name in TREES}
+    of_layers = [
+        statistics.median(ratios_of(beyond_inputs(rounds), "layers", key, LAYER_SIDES))
+        for key in ("peak_bytes", "seconds")
+    ]
     memory_of_trees = 1 / statistics.median(ratios_of(rounds, "prompts", "peak_bytes", TREE_SIDES))
     of_trees = [
         Target("samples a second, prompts once over rows alone", speeds["prompts"], "x", ">=", 3.0),
@@ -227,6 +237,8 @@ def targets_of(rounds: list[Round]) -> list[Target]:
         Target("tiles' time over whole logits'", time, "x", "<=", 1.0),
         Target("tokens a second in buckets over fixed rows'", speed, "x", ">=", 2.0),
         Target("padding in buckets", 100 * median(rounds, "bucketed", "padding"), "%", "<=", 5.0),
+        Target("memory beyond the layers' inputs, chunks over layers recomputed whole", of_layers[0], "x", "<=", 0.4),
+        Target("time of chunks over layers recomputed whole", of_layers[1], "x", "<=", 1.15),
         *of_trees,
         *of_ranks,
     ]
@@ -241,6 +253,8 @@ def main() -> None:
     require_memory(logits, logits_model["vocabulary"])
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         rounds = measure(logits_model, {"logits": (("whole", "tiled"), logits)}, Path(folder), num_rounds)
+        some = QUICK_LAYERS if arguments.quick else {}
+        rounds += measure(LAYERS_MODEL, {"layers": (LAYER_SIDES, LAYERS | some)}, Path(folder), num_rounds)
         cases = {
             "lengths": (("fixed", "bucketed", "packed"), lengths),
             "short": (("bucketed", "packed"), short),
@@ -252,8 +266,9 @@ def main() -> None:
         rounds += measure(TREES_MODEL, trees, Path(folder), num_rounds)
         rounds += measure_ranks(Path(folder), num_rounds, QUICK_RANKS_ROWS if arguments.quick else RANKS_ROWS)
     print_rounds([entry for entry in rounds if entry["case"] != "ranks"])
-    print_packed(rounds)
-    print_trees(rounds)
+    print_ratios("Chunks of layers over layers recomputed whole", beyond_inputs(rounds), ("layers",), LAYER_SIDES)
+    print_ratios("Buckets over packed rows", rounds, PACKED, ("bucketed", "packed"))
+    print_ratios("Rows alone over trees", rounds, TREES, TREE_SIDES)
     print_ranks(rounds)
     targets = targets_of(rounds)
     print_targets(targets)

@@ -5,6 +5,8 @@
 
 whole      Penstock's trainer, logits of the whole micro-batch kept for backward
 tiled      the same, logits within its default budget
+recomputed Penstock's trainer, each layer recomputed whole in backward
+streamed   the same, each layer computed in chunks of tokens
 bucketed   Penstock's trainer, micro-batches of rows of similar length within its default budget of tokens
 packed     the same, micro-batches of any rows without padding
 alone      Penstock's trainer, each row alone (`trainer.share_prefixes=never`)
@@ -37,6 +39,7 @@ from penstock.workers.trainer.update import batching
 
 FIXED_ROWS = 8
 PAGE_BYTES = 4096
+SIDES = ("whole", "tiled", "recomputed", "streamed", "bucketed", "packed", "alone", "shared", "fixed")
 COLUMNS = ("advantage", "behavior_logprobs")
 ALL_MIB = 2.0**20
 LOSSES: dict[str, Loss] = {"ppo_clip": ppo_clip_loss, "simpo": simpo_loss}
@@ -101,7 +104,7 @@ def measure(side: "Fixed | Penstock", rows: Rows, loss: Loss) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("whole", "tiled", "bucketed", "packed", "alone", "shared", "fixed"))
+    parser.add_argument("side", choices=SIDES)
     parser.add_argument("model")
     parser.add_argument("--vocabulary", type=int, required=True)
     arguments = parser.parse_args()
@@ -113,6 +116,9 @@ def main() -> None:
         side = Penstock(arguments.model, share_prefixes="auto" if arguments.side == "shared" else "never")
     elif arguments.side in ("bucketed", "packed"):
         side = Penstock(arguments.model, packing="always" if arguments.side == "packed" else "never")
+    elif arguments.side in ("recomputed", "streamed"):
+        way = "stream" if arguments.side == "streamed" else True
+        side = Penstock(arguments.model, activation_checkpointing=way)
     else:
         # All rows in one micro-batch.
         budget = {"logprob_chunk_mib": ALL_MIB} if arguments.side == "whole" else {}

@@ -160,7 +160,7 @@ def test_rows_are_not_shared_and_scorers_have_whole_layers(make_trainer: Make) -
 def test_memory_beyond_inputs_is_a_fraction_of_recomputation_s(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one row of 16 chunks, at most 0.3, with 3 layers; weights and their gradients are not counted."""
+    """Of one row of 16 chunks, at most 0.4; weights and their gradients are not counted."""
     monkeypatch.setattr(streamed_layers, "CHUNK_TOKENS", 128)
     peaks = []
     for streams in (False, True):
@@ -177,7 +177,7 @@ def test_memory_beyond_inputs_is_a_fraction_of_recomputation_s(
             lm.base_model(inputs_embeds=embedded, use_cache=False, **ways).last_hidden_state.sum().backward()
         inputs = 3 * embedded.nbytes
         peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - inputs)
-    assert peaks[1] <= 0.3 * peaks[0]
+    assert peaks[1] <= 0.4 * peaks[0]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_wants_whole_layers_is_refused_by_name(options: dict[str, Any], key
         TrainerConfig(**STREAM, **options)
 
 
-@pytest.mark.parametrize(("kind", "why"), [("Mistral", "has layers of sliding_attention"), ("Gemma3", "none of")])
+@pytest.mark.parametrize(("kind", "why"), [("Qwen2", "has layers of sliding_attention"), ("Mistral", "none of")])
 def test_models_that_were_not_compared_are_refused_by_name(kind: str, why: str) -> None:
     model = PolicyModel(make(kind, MODELS[kind]))
     with pytest.raises(ConfigError, match=rf"activation_checkpointing=stream: .*{why}.* Set .*=true"):

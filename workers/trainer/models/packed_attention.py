@@ -162,10 +162,12 @@ class PartAttention:
         if not self._past:
             return attention(module, query, key, value, None, **keywords, **{BLOCKS: self._blocks})
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*self._past, self.own, strict=True))
+        shape = query.shape[2], keys.shape[2]
+        own_kernel = query.is_cuda  # which needs no mask
+        mask = causal_lower_right(*shape) if own_kernel else torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
         output = nn.functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=causal_lower_right(query.shape[2], keys.shape[2]),
-            scale=keywords.get("scaling"), enable_gqa=query.shape[1] != keys.shape[1],
-        )  # fmt: skip
+            query, keys, values, mask, scale=keywords.get("scaling"), enable_gqa=query.shape[1] != keys.shape[1]
+        )
         return output.transpose(1, 2).contiguous(), None
 
 
@@ -208,6 +210,8 @@ SHARING = frozenset({
 })  # fmt: skip
 """Kinds of models whose trees, and parts of rows, a test compares with rows alone. Others may count positions from elsewhere (RoBERTa), or
 not pass arguments on to their attention (Nemotron)."""
+ATTENDS_TWICE = frozenset({"diffllama"})
+"""Those whose layers have keys and values of several attentions."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Names that transformers has for kinds of layers."""
 
@@ -245,7 +249,10 @@ def choose_trees(lm: Any, sharing: str, *, is_compiled: bool, has_kernel: bool =
 def prepare_parts(lm: Any) -> None:
     """Prepare a model for layers that are computed in parts of rows (`streamed_layers.py`). Raises `ConfigError` where
     they cannot be."""
-    if reason := reason_against_trees(lm):
+    reason = reason_against_trees(lm)
+    if lm.config.model_type in ATTENDS_TWICE:
+        reason = f"{lm.config.model_type} attends twice in a layer"
+    if reason is not None:
         raise ConfigError(
             f"trainer.activation_checkpointing={STREAM}: {reason}. Set trainer.activation_checkpointing=true."
         )

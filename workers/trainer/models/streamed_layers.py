@@ -130,7 +130,7 @@ class _Streamed(torch.autograd.Function):
             past: list[tuple[Tensor, Tensor]] = []
             for tokens in segment.parts:
                 place, attention = (segment.rows, tokens), PartAttention(past, segment.blocks)
-                output_BLH[place] = call.of_part(hidden_BLH[place], place, attention, {})
+                output_BLH[place] = call.of_part(hidden_BLH[place].detach(), place, attention, {})
                 past.append(attention.own)
         return output_BLH
 
