@@ -103,7 +103,7 @@ def test_adapters_have_the_gradients_of_whole_layers(targets: list[str], layout:
     assert_equal(*models, layout, 1e-9)
 
 
-@pytest.mark.parametrize("kind", sorted(packed_attention.SHARING))
+@pytest.mark.parametrize("kind", sorted(packed_attention.SHARING - packed_attention.ATTENDS_TWICE))
 def test_every_kind_that_is_not_refused_has_the_gradients(kind: str) -> None:
     models = []
     for _ in range(2):
@@ -226,6 +226,10 @@ def test_models_that_were_not_compared_are_refused_by_name(kind: str, why: str) 
 
 
 def test_other_attention_and_replayed_experts_are_refused_by_name(make_trainer: Make) -> None:
+    lm = tiny("diffllama")
+    lm.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigError, match="activation_checkpointing=stream: diffllama attends twice"):
+        packed_attention.prepare_parts(lm)
     with pytest.raises(ConfigError, match=r"activation_checkpointing=stream: it is for model\.attention=sdpa"):
         make_trainer(attention="eager", **STREAM)
     with pytest.raises(ConfigError, match=r"activation_checkpointing=stream: .* rollout\.router_replay"):
