@@ -281,8 +281,8 @@ class PolicyTrainer:
         of its own. Raises `ConfigError` for a dense model, and where trees are asked for."""
         if self.config.streams_layers:
             raise ConfigError(
-                f"trainer.activation_checkpointing=stream: layers are computed in chunks of tokens, and {REPLAY_KEY} has "
-                "records of whole rows for them. Leave out one of them."
+                f"trainer.activation_checkpointing=stream: layers are computed in chunks of tokens, and {REPLAY_KEY} "
+                "has records of whole rows for them. Leave out one of them."
             )
         if self.sharing == "always":
             raise ConfigError(

@@ -163,8 +163,11 @@ class PartAttention:
             return attention(module, query, key, value, None, **keywords, **{BLOCKS: self._blocks})
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*self._past, self.own, strict=True))
         shape = query.shape[2], keys.shape[2]
-        own_kernel = query.is_cuda  # which needs no mask
-        mask = causal_lower_right(*shape) if own_kernel else torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
+        mask: Tensor
+        if query.is_cuda:  # whose kernel needs no mask
+            mask = causal_lower_right(*shape)
+        else:
+            mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
         output = nn.functional.scaled_dot_product_attention(
             query, keys, values, mask, scale=keywords.get("scaling"), enable_gqa=query.shape[1] != keys.shape[1]
         )
@@ -200,16 +203,16 @@ PACKED = "penstock_packed"
 """Name under which transformers knows `attention`."""
 FLASH = "flash_attention_2"
 BLOCKS = "blocks"
-"""Keyword argument that passes blocks, a `TreeAttention` or a `PartAttention` from the model's call to `attention`; None:
-padded rows."""
+"""Keyword argument that passes blocks, a `TreeAttention` or a `PartAttention` from the model's call to `attention`;
+None: padded rows."""
 SHARING = frozenset({
     "apertus", "arcee", "bitnet", "cohere", "diffllama", "ernie4_5", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe",
     "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense",
     "hunyuan_v1_moe", "jais2", "llama", "minimax_m2", "ministral3", "mixtral", "nanochat", "olmo", "olmo2", "olmoe",
     "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
-"""Kinds of models whose trees, and parts of rows, a test compares with rows alone. Others may count positions from elsewhere (RoBERTa), or
-not pass arguments on to their attention (Nemotron)."""
+"""Kinds of models whose trees, and parts of rows, a test compares with rows alone. Others may count positions from
+elsewhere (RoBERTa), or not pass arguments on to their attention (Nemotron)."""
 ATTENDS_TWICE = frozenset({"diffllama"})
 """Those whose layers have keys and values of several attentions."""
 FULL, SLIDING = "full_attention", "sliding_attention"

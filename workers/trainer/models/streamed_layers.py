@@ -5,8 +5,8 @@ of a whole row beside its input and output is never there at once.
     backward    keys and values of 0 and 1 again, then chunk 2 ─▶ chunk 1 ─▶ chunk 0: each is computed once more, and
                 its gradient is that of its output, and of its keys and values from the chunks after it
 
-Only the layer's input is kept, as where it is recomputed whole. Chunks end where rows end, if those are short. Everything
-in a layer but attention looks at one token at a time, so that results are those of the whole layer, but for rounding.
+Only the layer's input is kept, as where it is recomputed whole. Chunks end where rows end, if those are short. All in a
+layer but attention looks at one token at a time, so that results are those of the whole layer, but for rounding.
 
 Gradients of parameters are summed over chunks in float32 at least, and given to autograd once: an engine that reduces
 gradients layer by layer sees what it sees of a plain layer.
@@ -139,31 +139,31 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, grad_BLH: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_BLH,) = ctx.saved_tensors
         parameters = {name: _leaf(one, one.requires_grad) for name, one in ctx.call.layer.named_parameters()}
-        grad_hidden_BLH = torch.empty_like(hidden_BLH) if ctx.needs_input_grad[1] else None
+        grad_hidden_BLH = torch.empty_like(hidden_BLH)
         for segment in ctx.call.segments:
             for place, gradient in _part_gradients(ctx.call, segment, hidden_BLH, grad_BLH, parameters):
-                if grad_hidden_BLH is not None:
-                    grad_hidden_BLH[place] = gradient
+                grad_hidden_BLH[place] = gradient
         return None, grad_hidden_BLH, *(_taken(one) for one in parameters.values() if one.requires_grad)
 
 
 def _part_gradients(
     call: LayerCall, segment: Segment, hidden_BLH: Tensor, grad_BLH: Tensor, parameters: dict[str, Tensor]
-) -> Iterator[tuple[tuple[slice, slice], Tensor | None]]:
+) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
     """The place and the gradient of each part's hidden states, the last part first. Gradients of parameters add up in
     theirs."""
     *before, _ = places = [(segment.rows, tokens) for tokens in segment.parts]
     past = [_keys_and_values(call, place, hidden_BLH[place], parameters) for place in before]
-    of_keys: list[Tensor | None] = []
+    of_keys: list[Tensor] = []
     """Gradients of the part's keys and values from the parts after it."""
     for place in reversed(places):
         hidden, attention = hidden_BLH[place].detach().requires_grad_(), PartAttention(past, segment.blocks)
         with torch.enable_grad():
             output = call.of_part(hidden, place, attention, parameters)
-        known = [(own, one.to(own.dtype)) for own, one in zip(attention.own, of_keys, strict=False) if one is not None]
-        torch.autograd.backward(*zip((output, grad_BLH[place]), *known, strict=True))
-        of_keys = [one.grad for one in past.pop()] if past else []
-        yield place, hidden.grad
+        keys = attention.own[: len(of_keys)]
+        of_own = [gradient.to(own.dtype) for own, gradient in zip(keys, of_keys, strict=True)]
+        torch.autograd.backward([output, *keys], [grad_BLH[place], *of_own])
+        of_keys = [_gradient(one) for one in past.pop()] if past else []
+        yield place, _gradient(hidden)
 
 
 def _keys_and_values(
@@ -183,6 +183,11 @@ def _leaf(tensor: Tensor, requires_grad: bool = True) -> Tensor:
     if requires_grad:
         leaf.grad_dtype = torch.promote_types(tensor.dtype, torch.float32)
     return leaf
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def _taken(leaf: Tensor) -> Tensor | None:
