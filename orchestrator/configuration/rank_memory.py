@@ -25,7 +25,7 @@ Legend: P parameters; b bytes of an element that is computed with; H hidden, I w
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.conf.trainer import CHUNK_TOKENS, KEEP_WHOLE_BYTES, TrainerConfig
+from penstock.conf.trainer import CHUNK_TOKENS, CPU_CHUNK_TOKENS, KEEP_WHOLE_BYTES, TrainerConfig
 from penstock.orchestrator.configuration.model_shape import ModelShape, TowerShape
 
 FLOAT32 = 4
@@ -345,9 +345,9 @@ def _recomputed(setting: RankSetting) -> float:
 def _streamed(setting: RankSetting) -> float:
     """Bytes of one layer's backward in chunks: all of one chunk; gradients of all hidden states; and keys and values of
     a row longer than a chunk, with their gradients, which are copied for the chunk at hand."""
-    shape, b = setting.shape, setting.element_bytes
-    chunk = replace(setting, tokens=min(setting.tokens, CHUNK_TOKENS))
-    is_cut = setting.row_tokens > CHUNK_TOKENS
+    shape, b, most = setting.shape, setting.element_bytes, CHUNK_TOKENS if setting.on_gpu else CPU_CHUNK_TOKENS
+    chunk = replace(setting, tokens=min(setting.tokens, most))
+    is_cut = setting.row_tokens > most
     keys = is_cut * setting.row_tokens * 2 * shape.kv_width * (3 * b + FLOAT32)
     gradients = 2 * b * shape.hidden * (setting.tokens - chunk.tokens)
     return layer_saved(chunk) + layer_temporaries(chunk) + gradients + keys

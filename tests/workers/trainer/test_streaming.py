@@ -49,7 +49,7 @@ OF_ENGINES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_layers, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(streamed_layers, "CPU_CHUNK_TOKENS", 7)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_memory_beyond_inputs_is_a_fraction_of_recomputation_s(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one row of 16 chunks, at most 0.4; weights and their gradients are not counted."""
-    monkeypatch.setattr(streamed_layers, "CHUNK_TOKENS", 128)
+    monkeypatch.setattr(streamed_layers, "CPU_CHUNK_TOKENS", 128)
     peaks = []
     for streams in (False, True):
         lm = make("Qwen3", {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 128}).train()

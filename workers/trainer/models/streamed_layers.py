@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from penstock.conf.trainer import CHUNK_TOKENS
+from penstock.conf.trainer import CHUNK_TOKENS, CPU_CHUNK_TOKENS
 from penstock.workers.trainer.models.packed_attention import BLOCKS, KeysAlone, KeysKnown, PartAttention
 from penstock.workers.trainer.update.token_layout import Blocks
 
@@ -42,7 +42,8 @@ class StreamedLayer(nn.Module):
         self.training = layer.training
 
     def forward(self, hidden_BLH: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        segments = tuple(segments_of(hidden_BLH.shape[:2], keywords.pop(BLOCKS), CHUNK_TOKENS))
+        most = CPU_CHUNK_TOKENS if hidden_BLH.is_cpu else CHUNK_TOKENS
+        segments = tuple(segments_of(hidden_BLH.shape[:2], keywords.pop(BLOCKS), most))
         call = LayerCall(self._whole[0], hidden_BLH.shape[:2], segments, arguments, keywords)
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         output_BLH: Tensor = _Streamed.apply(call, hidden_BLH, *trained)

@@ -100,7 +100,7 @@ def test_the_peak_of_a_step_is_told_within_15_percent(
     for module in (fsdp, told):
         monkeypatch.setattr(module, "KEEP_WHOLE_BYTES", 2**31 if whole else 0)
     for module in (streamed_layers, told):
-        monkeypatch.setattr(module, "CHUNK_TOKENS", CHUNK_TOKENS)
+        monkeypatch.setattr(module, "CPU_CHUNK_TOKENS", CHUNK_TOKENS)
     config = TrainerConfig(**options)
     rows = random_rows(4)
     values = json.loads((models[model] / "config.json").read_text())

@@ -103,7 +103,7 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
         for scenario, options in scenarios_of(engine).items():
             if num_ranks == 1 and plain(scenario) != scenario:
                 continue
-            chunks = patch.object(streamed_layers, "CHUNK_TOKENS", 7)
+            chunks = patch.object(streamed_layers, "CPU_CHUNK_TOKENS", 7)
             with chunks, gathered_by_layer() if "by_layer" in scenario else nullcontext():
                 budget = 8192 if num_ranks == 1 else 60
                 settings = ENGINES[engine] | {"max_tokens_per_microbatch": budget} | options
