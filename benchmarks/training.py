@@ -31,7 +31,7 @@ from tests.rank_processes import run_ranks
 NUM_ROUNDS = 5
 LOGITS_MODEL = {"hidden": 256, "layers": 2, "vocabulary": 150_000}
 LOGITS = {"count": 8, "response_tokens": 512, "longest": 512, "spread": 0.0, "loss": "ppo_clip"}
-LAYERS_MODEL = {"hidden": 512, "layers": 4, "vocabulary": 4096}
+LAYERS_MODEL = {"hidden": 512, "layers": 2, "vocabulary": 4096}
 LAYERS = {"count": 1, "response_tokens": 8176, "longest": 8176, "spread": 0.0, "loss": "ppo_clip"}
 """With its prompt the row has 8,192 tokens."""
 LAYER_SIDES = ("streamed", "recomputed")

@@ -40,6 +40,7 @@ TAIL = 0.6
 OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {},
     "recomputed": {"activation_checkpointing": True},
+    "recomputed in chunks": {"activation_checkpointing": "stream"},
     "packed": {"packing": "always"},
     "shared prefixes": {"share_prefixes": "always"},
     "compiled": {"compile": True},

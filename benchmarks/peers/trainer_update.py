@@ -18,6 +18,7 @@ process's resident memory at its highest during the update, above what it was be
 """
 
 import argparse
+import ctypes
 import time
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def memory_bytes(key: str) -> int:
 
 def measure(side: "Fixed | Penstock", rows: Rows, loss: Loss) -> dict[str, float]:
     num_tokens = int(batching.row_shapes(rows).num_tokens.sum())
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed counts as free
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = memory_bytes("VmRSS")
     start, cpu_start = time.perf_counter(), time.process_time()

@@ -183,7 +183,7 @@ class PolicyTrainer:
         """True if rows of a micro-batch are packed (`trainer.packing`)."""
         self.sharing = packed_attention.choose_trees(
             self.model.lm,
-            "never" if streams else config.share_prefixes,
+            "never" if config.streams_layers else config.share_prefixes,
             is_compiled=config.compile,
             has_kernel=kernels.trees,
         )
