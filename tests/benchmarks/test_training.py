@@ -12,4 +12,4 @@ def test_the_quick_run_measures_all_sides_of_all_comparisons(run_quickly):
         "1", "2", "4", "auto",
     ]  # fmt: skip
     assert all(entry["seconds"] > 0 and entry["tokens"] > 0 for entry in written["rounds"])
-    assert len(written["targets"]) == 10
+    assert len(written["targets"]) == 12
