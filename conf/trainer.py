@@ -354,7 +354,7 @@ class TrainerConfig:
             "trainer.deepspeed.zero_stage=3": self.zero_stage == 3,
             "trainer.compile=true": self.compile,
             f"trainer.tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1,
-            f"trainer.sequence_parallel_size={self.sequence_parallel_size}": self.sequence_parallel_size > 1,
+            f"trainer.sequence_parallel_size={self.sequence_parallel_size}": self.sequence_ranks > 1,
             "trainer.share_prefixes=always": self.share_prefixes == "always",
             f"trainer.router_aux_loss_coef={self.router_aux_loss_coef}": self.router_aux_loss_coef > 0,
         }
