@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from penstock.conf.rollout import RolloutConfig as RolloutConfig
     from penstock.conf.rollout import SamplingConfig as SamplingConfig
     from penstock.conf.rollout import ScriptedConfig as ScriptedConfig
+    from penstock.conf.rollout import SpeculationConfig as SpeculationConfig
     from penstock.conf.run import RunConfig as RunConfig
     from penstock.conf.run import StoreConfig as StoreConfig
     from penstock.conf.run import WarmStartConfig as WarmStartConfig

@@ -71,6 +71,8 @@ class RolloutCapabilities:
     """Devices, `cpu` or `gpu`, on which it records the experts of each token (`rollout.router_replay`)."""
     serves_adapters: bool = False
     """True if it has the methods of `AdapterEngine`: it samples from adapters by name."""
+    speculates: bool = False
+    """True if it can check drafted tokens (`rollout.speculation`)."""
     scores_beside: bool = False
     """True if its `sample` scores a prompt at once, beside the samples that it decodes."""
     lora_ranks: tuple[int, ...] = ()
@@ -100,6 +102,7 @@ ROLLOUT_ENGINES: Mapping[str, RolloutCapabilities] = {
         structure_options={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}},
         record_experts_on=frozenset({"gpu"}),
         serves_adapters=True,
+        speculates=True,
         scores_beside=True,
         lora_ranks=(8, 16, 32, 64, 128, 256, 320, 512),
         receives_streams=True,

@@ -95,6 +95,9 @@ QUANTIZED_ONLINE: Mapping[str, Precision] = {
 and is not known here."""
 CACHE_BYTES = {"fp8": 1.0, "int8": 1.0, "nvfp4": 9 / 16, "int4": 0.5}
 """Bytes of an element of keys and values, by the beginning of `kv_cache_dtype`."""
+SPECULATION = ("none", "ngram", "draft")
+DRAFT = "draft"
+"""Name of the model in `model.paths` that drafts tokens."""
 
 
 @dataclass
@@ -134,6 +137,32 @@ def wrong_stops(stops: Sequence[Any]) -> str:
     if isinstance(stops, str) or not all(isinstance(stop, str) and stop and is_utf8(stop) for stop in stops):
         return "must be texts that are not empty, as one would end every response at once, and can be encoded."
     return f"there may be {MAX_STOPS} of them." if len(stops) > MAX_STOPS else ""
+
+
+@dataclass
+class SpeculationConfig:
+    """Speculative decoding by vLLM (2211.17192): several drafted tokens are checked in one decode step, and kept or
+    sampled again so that responses, log-probabilities and versions are as without it. Not yet seen on a GPU."""
+
+    method: str = "none"
+    """Where drafts come from. ngram: what followed the same two or more tokens earlier in prompt or response, for
+    responses that repeat text, such as code. draft: a smaller model with the same vocabulary (model.paths.draft), which
+    is not trained along. none: no drafts, as they cost time where few are accepted. An engine begins again without them
+    once it has measured that they make it slower; `rollout/speculation_acceptance` has the share accepted."""
+    num_tokens: int = 4
+    """Most tokens drafted at a time, from 2 to 32. More pay where most are accepted."""
+    max_sequences: int = 32
+    """Most sequences decoded together with drafts; above it vLLM pauses them. Large batches keep the device busy
+    without drafts; the few long responses at the end of a batch do not."""
+
+    def __post_init__(self) -> None:
+        one_of("rollout.speculation.method", self.method, SPECULATION)
+        check_bounds(self, "rollout.speculation", num_tokens=(2, 32), max_sequences=1)
+
+    @property
+    def is_on(self) -> bool:
+        """True if tokens are drafted."""
+        return self.method != SPECULATION[0]
 
 
 @dataclass
@@ -227,11 +256,12 @@ class RolloutConfig:
     not trained; counted as dropped/masked. drop: as if it had not been sampled; counted as dropped/truncated_by_LIMIT.
     {}: all are trained, as a length that never counts is never learned. Evaluation counts all of them."""
     engine_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `AsyncEngineArgs`, such as {kv_cache_dtype: fp8, max_num_batched_tokens: 8192} or a
-    speculative_config. Those that a key here sets, or that would break a promise, are refused by name. With
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as {kv_cache_dtype: fp8, max_num_batched_tokens: 8192}.
+    Those that a key here sets, or that would break a promise, are refused by name. With
     quantization, such as fp8_per_channel, each publication is quantized when it is loaded; mismatch/* then says how far
     engine and trainer are apart."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     scripted: ScriptedConfig = field(default_factory=ScriptedConfig)
     """Settings of the scripted engine alone."""
 

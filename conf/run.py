@@ -15,7 +15,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.faults import CheckpointConfig, FaultsConfig
 from penstock.conf.model import ModelConfig
 from penstock.conf.reward import ENVIRONMENT_REWARD, RewardConfig, WeightedRewardConfig
-from penstock.conf.rollout import RolloutConfig
+from penstock.conf.rollout import DRAFT, RolloutConfig
 from penstock.conf.secret import hide_secrets
 from penstock.conf.serve import ServeConfig
 from penstock.conf.tracking import TrackingConfig
@@ -328,8 +328,40 @@ def validate(config: RunConfig) -> None:
             f"{config.trainer.sequence_parallel_size}. Set trainer.compile=false and trainer.sequence_parallel_size=1."
         )
     choose_transport(config)
+    _check_speculation(config)
     _check_finishes(config)
     _check_gpus(config)
+
+
+def _check_speculation(config: RunConfig) -> None:
+    """Refuse drafts where vLLM cannot check them, or an engine cannot begin again without them."""
+    rollout, speculation = config.rollout, config.rollout.speculation
+    if not speculation.is_on:
+        return
+    refusals = {
+        f"only vLLM checks drafted tokens, and rollout.engine={rollout.engine}": not rollout.capabilities.speculates,
+        f"model.paths.{DRAFT} is not set, to a smaller model with the vocabulary of model.path": (
+            speculation.method == DRAFT and DRAFT not in config.model.paths
+        ),
+        f"vLLM cannot check drafts with rollout.sampling.min_p={rollout.sampling.min_p}": rollout.sampling.min_p > 0,
+        "vLLM cannot check drafts where some tokens are never sampled, as with rollout.max_pictures="
+        f"{rollout.max_pictures}": rollout.max_pictures > 0,
+        "experts of drafted tokens are not compared with the trainer's, and rollout.router_replay=true": (
+            rollout.router_replay
+        ),
+        "rollout.engine_options.speculative_config is set as well": "speculative_config" in rollout.engine_options,
+        f"an engine cannot begin again on a part of a GPU, and rollout.num_gpus_per_worker="
+        f"{rollout.num_gpus_per_worker:g}": 0 < rollout.num_gpus_per_worker < 1,
+        "an engine cannot begin again once it has met the ranks, and weights.transport="
+        f"{config.weights.transport}": not replaces_members(config),
+        "an engine that begins again forgets the adapters of a server's clients": config.serve.slot_rank is not None,
+    }
+    for why, is_refused in refusals.items():
+        if is_refused:
+            raise ConfigError(
+                f"rollout.speculation.method={speculation.method}: {why}. Change that, or set "
+                "rollout.speculation.method=none."
+            )
 
 
 def _check_replay(config: RunConfig) -> None:

@@ -170,6 +170,9 @@ class SamplingProgress:
     num_read_again: int = 0
     """Tokens since the start that were prefilled a second time: of samples that lost their KV cache, to new weights or
     for want of room."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Tokens since the start that were drafted, and those of them that were accepted (`rollout.speculation`)."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,8 @@ class EngineSpec:
     """True if all versions see the same in a picture, so that it need not be computed again for each."""
     adapters: AdapterLimits | None = None
     """Room for adapters that come by name, on top of the weights that are published; None: there are none."""
+    draft_path: str = ""
+    """Path of the model that drafts tokens (`rollout.speculation`); empty: none does."""
     is_probed: bool = False
     """True if it scores a sequence now and then beside as many samples as it decodes (`trainer/probe.py`)."""
 

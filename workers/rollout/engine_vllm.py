@@ -4,6 +4,7 @@
     load     ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
                 up to `verify` it continues to generate, and sequences are kept
     deliver  ─▶ where weights are streamed: the parts that `load` loads, from the trainer
+                with drafts that make it slower (`speculation.py`) the engine begins again without them before
     sleep    ─▶ on a GPU that a trainer uses meanwhile: weights are discarded, and none are kept in host memory;
                 after `wake` nothing is sampled before `load` has brought weights
 
@@ -135,7 +136,10 @@ class VllmEngine:
         self._output = EngineOutput()
         self._broken: str | None = None
         """The reason why the engine is broken."""
-        self._stats = VllmStats(meters or Meters()) if meters is not None or spec.by_priority else None
+        is_counted = meters is not None or spec.by_priority or spec.config.speculation.is_on
+        self._stats = VllmStats(meters or Meters()) if is_counted else None
+        self._least_accepted: float | None = None
+        """Share of drafted tokens that must be accepted for them to pay; None: none are drafted."""
         self._pictures: PictureProcessor | None = None
         """Processor of the model's pictures; None for a model of text."""
         self._detokenizer = NO_TOKENIZER
@@ -148,6 +152,8 @@ class VllmEngine:
         """Seconds in which sequences stood still while weights were exchanged."""
         self._restarted: set[str] = set()
         """Requests that were given up to begin anew under new weights."""
+        self._has_begun = asyncio.Event()
+        self._has_begun.set()
         self._inbox = Inbox(spec.phase_timeout_s)
         self._admission = asyncio.Event()
         self._admission.set()
@@ -167,6 +173,8 @@ class VllmEngine:
         compiles = "" if self._config.enforce_eager else f" + {COMPILE_KEY}"
         await self._in_time("start", self._create(), self._config.engine_start_s, START_KEY + compiles)
         await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, START_KEY)
+        if self._config.speculation.is_on:
+            await self._in_time("trial of drafts", self._try_drafts(), self._config.start_timeout_s, START_KEY)
 
     async def generate(
         self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None

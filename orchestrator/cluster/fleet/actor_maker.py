@@ -13,6 +13,7 @@ from penstock.algorithms.graph.columns import HINTED
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.reward import JUDGE, has_own_judge
+from penstock.conf.rollout import DRAFT
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport, replaces_members
 from penstock.metering.ray_export import Origin
@@ -106,6 +107,8 @@ class ActorMaker:
         """Paths that an actor reads, each with the way to find what belongs to it."""
         if actor.role == "rollout":
             yield self._sampled_by(actor), FileSet.of_model
+            if self._draft_path:
+                yield self._draft_path, FileSet.of_model
         if actor.role in ("trainer", "environment"):
             others = self._own_models.values() if actor.role == "trainer" else ()
             yield from ((path, FileSet.of_model) for path in dict.fromkeys([self._model_path, *others]))
@@ -168,6 +171,7 @@ class ActorMaker:
             picture_digest=self.sources.picture_digest, tower_is_frozen=config.trainer.freezes_tower,
             adapters=None if largest is None else AdapterLimits(largest, serves.max_loaded),
             is_probed=probes_engines(config, self._flow),
+            draft_path=self.local(actor.name, self._draft_path) if self._draft_path else "",
         )  # fmt: skip
         return RolloutSpec(
             actor.name, engine, config.seed, self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")),
@@ -303,6 +307,12 @@ class ActorMaker:
     def _own_models(self) -> Mapping[str, str]:
         """Models that policies start from which are whole models, by name."""
         return self._config.own_models(self._model_path)
+
+    @property
+    def _draft_path(self) -> str:
+        """The model that drafts tokens for engines; empty: none does."""
+        is_used = self._config.rollout.speculation.method == DRAFT
+        return self._config.model.paths[DRAFT] if is_used else ""
 
     def _sampled_by(self, engine: ActorPlan) -> str:
         """The model of an engine."""
