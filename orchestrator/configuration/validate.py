@@ -27,6 +27,7 @@ from penstock.conf.data import ENVIRONMENT
 from penstock.conf.environment import GatewayConfig
 from penstock.conf.errors import ConfigError, PenstockError, ResourceError
 from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
+from penstock.conf.rollout import DRAFT
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.conf.weights import choose_transport, replaces_members
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, answers_are_needed, needed, reward_of
@@ -108,6 +109,8 @@ def checks(run: ResolvedRun) -> Iterator[Check]:
         most = config.max_engines
         yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
     yield Check("model", lambda: check_model(config, samples=any(actor.role == "rollout" for actor in plan)))
+    if config.rollout.speculation.method == DRAFT:
+        yield Check("draft model", lambda: check_other_model(config.model.paths[DRAFT], f"model.paths.{DRAFT}"))
     if config.trainer.own_models:
         yield Check("policies", lambda: check_own_models(config))
     scores_held_out = config.evaluation.every_steps and not flow.has_environment

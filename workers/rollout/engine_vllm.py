@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import re
 import select
+import statistics
 import sys
 import threading
 import time
@@ -50,6 +51,7 @@ from penstock.conf.errors import (
     ConfigError,
     DataError,
     DeadlineExceeded,
+    ModelError,
     PenstockError,
     ResourceError,
     UnknownAdapter,
@@ -57,7 +59,7 @@ from penstock.conf.errors import (
     WorkerDied,
     how_ended,
 )
-from penstock.conf.rollout import RolloutConfig
+from penstock.conf.rollout import DRAFT, RolloutConfig, SpeculationConfig
 from penstock.conf.secret import reveal
 from penstock.conf.weights import STREAMS
 from penstock.metering import table
@@ -81,6 +83,15 @@ from penstock.workers.protocols import (
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.kept_sequences import IMAGE, salted, single_samples, unread_requests
 from penstock.workers.rollout.prompt_scores import PromptScores, check_call, needs_prompt_scores, response_room
+from penstock.workers.rollout.speculation import (
+    TRIAL_PROMPT,
+    TRIAL_STEPS,
+    DraftCounts,
+    StepSeconds,
+    break_even,
+    speculation_arguments,
+    trial_sizes,
+)
 from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
 from penstock.workers.runtime.processes import SETTINGS, compiled_folder
 from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, StreamPart
@@ -92,6 +103,8 @@ PHASE_KEY, START_KEY = "weights.phase_timeout_s", "rollout.start_timeout_s"
 COMPILE_KEY = "rollout.compile_timeout_s"
 VLLM_READY_S = 600
 """Seconds that vLLM itself waits for its engine process, unless it is told otherwise."""
+DRAIN_LOOK_S = 0.05
+"""Seconds between two looks at samples that are to end before an engine begins again."""
 WARMUP_SAMPLES = 8
 WARMUP_TOKENS = 4
 MOST_SCORES = 1 << 20
@@ -154,6 +167,7 @@ class VllmEngine:
         """Requests that were given up to begin anew under new weights."""
         self._has_begun = asyncio.Event()
         self._has_begun.set()
+        """Set but while the engine begins again."""
         self._inbox = Inbox(spec.phase_timeout_s)
         self._admission = asyncio.Event()
         self._admission.set()
@@ -192,7 +206,7 @@ class VllmEngine:
     async def sample(self, adapter: str | None, call: SampleCall) -> SampleOutput:
         """Sample from an adapter, as `AdapterEngine` says it. For several samples the prompt is scored by a request of
         its own: with them, vLLM would read it anew for each."""
-        self.check_alive()
+        await self._alive()
         vocabulary = self.llm.model_config.get_vocab_size()
         check_call(call, vocabulary)
         chooses = self.llm.vllm_config.use_v2_model_runner
@@ -225,20 +239,29 @@ class VllmEngine:
         self.check_alive()
         async with self._loading:
             self.phase_seconds = {}
-            mapped = await self._open(delivery) if isinstance(delivery, Publication) else None
-            self._admission.clear()
             try:
-                if not self._has_memory:
-                    await self._phase(delivery, "wake", self._wake_weights())
-                await self._exchange(delivery, mapped)
-                self._has_weights = self._has_loaded = True
-                if self._wakes:
-                    await self.wake()
-            except PenstockError as error:
-                self._inbox.refuse(delivery.version, error)
-                raise
+                if self._does_better_without_drafts() and await self._is_drained():
+                    with self._breaking():  # its weights are those of `model_path`
+                        await self._begin_again()
+                        await self._load(delivery)
+                else:
+                    await self._load(delivery)
             finally:
                 self._admission.set()
+
+    async def _load(self, delivery: Delivery) -> None:
+        mapped = await self._open(delivery) if isinstance(delivery, Publication) else None
+        self._admission.clear()
+        try:
+            if not self._has_memory:
+                await self._phase(delivery, "wake", self._wake_weights())
+            await self._exchange(delivery, mapped)
+            self._has_weights = self._has_loaded = True
+            if self._wakes:
+                await self.wake()
+        except PenstockError as error:
+            self._inbox.refuse(delivery.version, error)
+            raise
 
     async def connect(self, init_info: Info) -> None:
         """Connect to the trainer, where weights are streamed. Returns when both are connected; raises as `load`
@@ -256,7 +279,7 @@ class VllmEngine:
         wait in vLLM, and are recomputed once the engine is awake. Where no
         publication brings the weights again, as beside adapters and where they are streamed, they go to the host's
         memory (level 1). A CPU has nothing to give back."""
-        self.check_alive()
+        await self._alive()
         self._awake.clear()
         self._wakes = False
         if shares_gpu(self._config):
@@ -268,7 +291,7 @@ class VllmEngine:
     async def wake(self) -> None:
         """Take the device again. Where weights were discarded, the next `load` ends the waking; before there is a
         publication, they are read from the model's files."""
-        self.check_alive()
+        await self._alive()
         if shares_gpu(self._config):
             if not self._has_weights and self._has_loaded:
                 self._wakes = True
@@ -282,13 +305,14 @@ class VllmEngine:
 
     async def use_threads(self, num_threads: int) -> None:
         """Compute with this number of threads from the next decode step on. For the CPU build."""
-        self.check_alive()
+        await self._alive()
         call = self.llm.collective_rpc("use_threads", args=(num_threads,))
         await self._call(f"use of {num_threads} threads", call)
+        self._spec = replace(self._spec, num_threads=num_threads)
 
     async def version(self) -> int:
         """The version that the engine process reports."""
-        self.check_alive()
+        await self._alive()
         return int(await self.llm.get_weight_version())
 
     def sampled(self) -> SamplingProgress:
@@ -296,10 +320,11 @@ class VllmEngine:
         num_tokens, paused_s = self._num_tokens + now.num_tokens, self._paused.seconds()
         if self._stats is None:
             return SamplingProgress(num_tokens, now.num_in_flight, now.num_tokens, paused_s=paused_s)
-        waiting = min(self._stats.num_waiting, now.num_in_flight)
+        waiting, drafts = min(self._stats.num_waiting, now.num_in_flight), self._stats.drafts
         return SamplingProgress(
-            num_tokens, now.num_in_flight, now.num_tokens, waiting, paused_s, self._stats.num_read_again
-        )
+            num_tokens, now.num_in_flight, now.num_tokens, waiting, paused_s, self._stats.num_read_again,
+            drafts.drafted, drafts.accepted,
+        )  # fmt: skip
 
     def kv_load(self) -> KvLoad | None:
         if self.llm is None or self._stats is None:
@@ -308,14 +333,18 @@ class VllmEngine:
         return self._stats.kv_load(num_fitting, self._config.max_model_len) if num_fitting else None
 
     async def nonfinite_weights(self) -> list[str]:
-        self.check_alive()
+        await self._alive()
         call = self.llm.collective_rpc("nonfinite_weights")
         found = await self._call("a look at the weights", call)
         return sorted({name for names in found for name in names})
 
     async def close(self) -> None:
-        llm, self.llm = self.llm, None
         self._broken = self._broken or "it was closed"
+        await self._end()
+
+    async def _end(self) -> None:
+        """End vLLM's processes."""
+        llm, self.llm = self.llm, None
         if llm is not None:
             llm.shutdown()  # blocks on purpose: its output task must not run and report the end as a failure
             await asyncio.sleep(0.01)  # its cancelled tasks end
@@ -362,7 +391,63 @@ class VllmEngine:
         for seed in (None, 0):
             num_tokens, policy = min(WARMUP_TOKENS, room), self._spec.first_policy
             sampling = Sampling(max_tokens=num_tokens, ignore_eos=True, seed=seed, policy=policy)
-            await self.generate([0], WARMUP_SAMPLES, sampling)
+            await self._sample_unasked([0], sampling_params(WARMUP_SAMPLES, sampling, self._banned))
+
+    async def _sample_unasked(self, prompt_ids: list[int], parameters: Any) -> None:
+        """Sample what no caller has asked for, before requests are admitted."""
+        prompt, lora = await self._prompt(prompt_ids, None), self._lora_request(self._spec.first_policy)
+        await self._request(prompt, parameters, lora, 0)
+
+    async def _try_drafts(self) -> None:
+        """Measure decode steps with and without drafts, for the share that is to be accepted."""
+        speculation, stats, seconds = self._config.speculation, self._stats, {}
+        assert stats is not None
+        prompt_ids = TRIAL_PROMPT[: self._config.max_model_len // 2]
+        for drafted, size in trial_sizes(speculation).items():
+            length = min(TRIAL_STEPS * (drafted + 1), self._config.max_model_len - len(prompt_ids))
+            parameters = sampling_params(size, Sampling(max_tokens=length, ignore_eos=True))
+            parameters.allowed_token_ids = prompt_ids[:1]
+            stats.step_seconds = []
+            await self._sample_unasked(prompt_ids, parameters)
+            seconds[drafted] = statistics.median(stats.step_seconds)
+        stats.step_seconds, stats.drafts = None, DraftCounts()
+        found = StepSeconds(seconds[0], seconds[1], seconds[speculation.num_tokens])
+        by_model = speculation.method == DRAFT
+        self._least_accepted = break_even(found, speculation.num_tokens, by_model=by_model)
+
+    def _does_better_without_drafts(self) -> bool:
+        least, stats = self._least_accepted, self._stats
+        return least is not None and stats is not None and stats.drafts.is_slower(least)
+
+    async def _is_drained(self) -> bool:
+        """Admit no request, and wait until those under way have ended: none is cut short or sampled anew. False where
+        they take longer than a phase."""
+        self._admission.clear()
+        give_up = time.monotonic() + self._spec.phase_timeout_s
+        while self.num_in_flight and time.monotonic() < give_up:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        return not self.num_in_flight
+
+    async def _begin_again(self) -> None:
+        """End vLLM's processes and start others, without drafts."""
+        drafts = self.sampled()
+        print(
+            f"rollout.speculation: {drafts.num_accepted:,} of {drafts.num_drafted:,} drafted tokens were accepted, and "
+            f"drafts pay from a share of {self._least_accepted:.2f}: the engine begins again without them",
+            flush=True,
+        )
+        config = replace(self._config, speculation=SpeculationConfig())
+        self._spec, self._config, self._least_accepted = replace(self._spec, config=config), config, None
+        num_tokens, self._output = self._num_tokens, EngineOutput()
+        self._has_begun.clear()
+        try:
+            await self._end()
+            await self.start()
+        except (ResourceError, ModelError) as error:
+            raise WorkerDied(f"the vLLM engine cannot begin again without drafts: {error}") from None
+        finally:
+            self._num_tokens = num_tokens  # less those of the warm-up
+            self._has_begun.set()
 
     # Generation
 
@@ -382,7 +467,7 @@ class VllmEngine:
         self, prompt_ids: Sequence[int], pictures: PromptPictures | None, parameters: Any, lora: Any, priority: int
     ) -> Any:
         """vLLM's output for one request, once the engine is awake and loads nothing."""
-        self.check_alive()
+        await self._alive()
         response_room(prompt_ids, self._config.max_model_len)
         prompt = await self._prompt(list(prompt_ids), pictures)
         await self._admitted()
@@ -629,6 +714,11 @@ class VllmEngine:
         message = failure_message(str(reason), self._output.tail(), ", ".join(map(how_ended, codes)))
         return WorkerDied(f"the vLLM engine for {self._spec.model_path} is gone: {message}")
 
+    async def _alive(self) -> None:
+        """Wait while the engine begins again. Raises `WorkerDied`."""
+        await self._has_begun.wait()
+        self.check_alive()
+
     def check_alive(self) -> None:
         if self._broken is not None or self.llm is None:
             reason = self._broken or "it was never started"
@@ -871,13 +961,20 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
         arguments["block_size"] = CPU_BLOCK_TOKENS
         # A seeded request whose prefill is cut in two has its generator set back, which CPU generators cannot do.
         arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
+        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len + 1)  # a draft model's too
     # By itself it would have Ray start its processes, as it finds its actor in a placement group.
     arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
     if config.router_replay:
         arguments["enable_return_routed_experts"] = True
     if family is not None:
         arguments |= picture_arguments(config, family)
+    if config.speculation.is_on:
+        if family is not None:
+            raise ConfigError(
+                f"rollout.speculation.method={config.speculation.method}: vLLM cannot check drafts of a vision model, "
+                "some of whose tokens are never sampled. Set it to none."
+            )
+        arguments |= speculation_arguments(config.speculation, spec.draft_path, arguments["max_num_seqs"])
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
     arguments |= reveal(config.engine_options)
@@ -982,6 +1079,10 @@ class VllmStats:
         self._num_excused = 0
         """Preemptions to come that new weights have caused: vLLM tells of one when its sequence goes on."""
         self._meters = meters
+        self.drafts = DraftCounts()
+        self.step_seconds: list[float] | None = None
+        """Seconds of each decode step; None: they are not noted."""
+        self._noted = time.perf_counter()
         self.num_read_again = 0
         """Tokens of sequences that were preempted, by new weights or for want of room, and read again."""
         for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS):
@@ -1001,6 +1102,12 @@ class VllmStats:
         self.num_running, self._usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self._num_steps += iteration_stats.num_generation_tokens / max(1, self.num_running)
+        now, before = time.perf_counter(), self._noted
+        self._noted = now
+        if self.step_seconds is not None and iteration_stats is not None and not iteration_stats.num_prompt_tokens:
+            self.step_seconds.append(now - before)
+        if (drafts := scheduler_stats.spec_decoding_stats) is not None:
+            self.drafts.add(drafts.num_draft_tokens, drafts.num_accepted_tokens)
         self._count_preempted(iteration_stats.num_preempted_reqs if iteration_stats is not None else 0)
         prefixes = scheduler_stats.prefix_cache_stats
         self.num_read_again += prefixes.preempted_queries - prefixes.preempted_hits

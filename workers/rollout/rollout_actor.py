@@ -34,7 +34,7 @@ from penstock.workers.protocols import (
     Sampling,
 )
 from penstock.workers.rollout.rollout_engines import EngineMeter, ThreadedEngine, make_engine, seconds_per_token
-from penstock.workers.rollout.rollout_worker import PAUSED, READ_AGAIN, GroupIntake, RolloutWorker, fault_of
+from penstock.workers.rollout.rollout_worker import ACCEPTED, DRAFTED, PAUSED, READ_AGAIN, GroupIntake, RolloutWorker, fault_of
 from penstock.workers.runtime.async_tasks import run_all
 from penstock.workers.runtime.numerics import numerics
 from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, Progress, ServingActor
@@ -281,10 +281,11 @@ class Rollout(ServingActor):
         return self._engine.kv_load()
 
     async def stats(self) -> dict[str, float]:
-        """Counters of the sampled rollouts, which the environments report for an engine that pulls none, and of what
-        new weights have cost it."""
+        """Counters of the sampled rollouts, which the environments report for an engine that pulls none, of what new
+        weights have cost it, and of drafted tokens."""
         sampled = self._engine.sampled()
         counts = {PAUSED: sampled.paused_s, READ_AGAIN: float(sampled.num_read_again)}
+        counts |= {DRAFTED: float(sampled.num_drafted), ACCEPTED: float(sampled.num_accepted)}
         return counts | (self._workers[0].stats() if self._spec.pulls else {})
 
     async def close(self) -> None:

@@ -44,6 +44,8 @@ STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 BAD_LOGPROBS = "bad_logprobs"
 PAUSED, READ_AGAIN = "rollout/paused_s", "rollout/prefilled_again"
 """Counters of an engine, and metrics of a step: see `SamplingProgress`."""
+DRAFTED, ACCEPTED = "drafted", "accepted"
+"""Counters of an engine's drafted tokens (`rollout.speculation`)."""
 ERROR_WINDOW = 100
 """Number of samples over which the share of bad ones is taken."""
 LOOK_S = 1.0

@@ -24,7 +24,7 @@ from penstock.orchestrator.observability.reporting.sinks import Sink, log_to
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 from penstock.workers.protocols import Publication
 from penstock.workers.reward.reward_worker import LOGGED_COUNT, LOGGED_SUM
-from penstock.workers.rollout.rollout_worker import PAUSED, READ_AGAIN
+from penstock.workers.rollout.rollout_worker import ACCEPTED, DRAFTED, PAUSED, READ_AGAIN
 from penstock.workers.trainer.row_hashes import added
 from penstock.workers.trainer.step_report import StepReport
 from penstock.workers.weights.engine_calls import Delivery
@@ -124,7 +124,8 @@ class StepUsage:
     members: dict[str, float] = field(default_factory=dict)
     """Metrics `rollout/num_engines` and `reward/num_workers`: numbers of present members."""
     updates: dict[str, float] = field(default_factory=dict)
-    """Metrics `rollout/paused_s`, of the mean engine, and `rollout/prefilled_again`, of all, since the last step."""
+    """Metrics `rollout/paused_s`, of the mean engine, `rollout/prefilled_again` and `rollout/speculation_acceptance`, of
+    all, since the last step."""
     environment: dict[str, float] = field(default_factory=dict)
     """Metrics `environment/<count>`: counts since the last step, over all environments."""
     logged: dict[str, float] = field(default_factory=dict)
@@ -158,6 +159,7 @@ class Usage:
         environment: dict[str, float] = {}
         updates: dict[str, list[float]] = defaultdict(list)
         logged: dict[str, float] = defaultdict(float)
+        drafts: dict[str, float] = defaultdict(float)
         tokens = samples = 0.0
         for (role, name, _), now in zip(asked, answers, strict=True):
             if isinstance(now, Exception):
@@ -176,6 +178,8 @@ class Usage:
             for key, count in gained.items():
                 if key in (PAUSED, READ_AGAIN):
                     updates[key].append(count)
+                if key in (DRAFTED, ACCEPTED):
+                    drafts[key] += count
                 if key.startswith("environment/"):
                     environment[key] = environment.get(key, 0.0) + count
                 if key.startswith((LOGGED_SUM, LOGGED_COUNT)):
@@ -189,7 +193,8 @@ class Usage:
             dropped,
             group_metrics(self._groups, self._throughout),
             {key: float(sum(role == other for other, _, _ in asked)) for role, key in COUNTS.items() if role in roles},
-            {key: sum(counts) / (len(counts) if key == PAUSED else 1) for key, counts in updates.items()},
+            {key: sum(counts) / (len(counts) if key == PAUSED else 1) for key, counts in updates.items()}
+            | ({ACCEPTANCE: drafts[ACCEPTED] / drafts[DRAFTED]} if drafts[DRAFTED] else {}),
             environment,
             means_of_logged(logged),
         )
