@@ -6,9 +6,12 @@ from penstock.conf.algorithms import GrpoConfig
 from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError
-from penstock.conf.rollout import RolloutConfig, SamplingConfig
+from penstock.conf.model import ModelConfig
+from penstock.conf.rollout import RolloutConfig, SamplingConfig, SpeculationConfig
 from penstock.conf.run import RunConfig, StoreConfig, validate
+from penstock.conf.serve import ServeConfig
 from penstock.conf.trainer import TrainerConfig
+from penstock.conf.weights import WeightsConfig
 
 
 def config(**sections):
@@ -114,6 +117,38 @@ def test_experts_are_replayed_on_whole_rows_and_outside_of_compiled_layers(train
     message = r"router_replay=true: .* Set trainer\.compile=false and trainer\.sequence_parallel_size=1"
     with pytest.raises(ConfigError, match=message):
         validate(config(rollout=RolloutConfig(engine="hf", router_replay=True), trainer=TrainerConfig(**trainer)))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "rollout", "sections", "why"),
+    [
+        ({"method": "ngram"}, {"engine": "hf"}, {}, "only vLLM checks drafted tokens, and rollout.engine=hf"),
+        ({"method": "draft"}, {}, {}, r"model\.paths\.draft is not set"),
+        ({"method": "ngram"}, {"sampling": SamplingConfig(min_p=0.1)}, {}, r"rollout\.sampling\.min_p=0\.1"),
+        ({"method": "ngram"}, {"max_pictures": 2}, {}, r"rollout\.max_pictures=2"),
+        ({"method": "ngram"}, {"router_replay": True, "num_gpus_per_worker": 1}, {}, r"rollout\.router_replay=true"),
+        ({"method": "ngram"}, {"engine_options": {"speculative_config": {}}}, {}, "speculative_config is set as well"),
+        ({"method": "ngram"}, {"num_gpus_per_worker": 0.5}, {}, "begin again on a part of a GPU"),
+        (
+            {"method": "ngram"},
+            {"num_gpus_per_worker": 1},
+            {"trainer": TrainerConfig(num_gpus_per_rank=1), "weights": WeightsConfig(transport="nccl")},
+            r"weights\.transport=nccl",
+        ),
+        ({"method": "ngram"}, {}, {"serve": ServeConfig(max_rank=8)}, "forgets the adapters of a server's clients"),
+    ],
+)
+def test_drafts_that_cannot_be_checked_or_given_up_are_refused(speculation, rollout, sections, why):
+    chosen = SpeculationConfig(**speculation)
+    message = rf"rollout\.speculation\.method={chosen.method}: .*{why}.* rollout\.speculation\.method=none"
+    with pytest.raises(ConfigError, match=message):
+        validate(config(rollout=RolloutConfig(speculation=chosen, **rollout), **sections))
+    validate(config(rollout=RolloutConfig(**rollout), **sections))
+
+
+def test_drafts_of_a_named_model_are_taken():
+    rollout = RolloutConfig(speculation=SpeculationConfig("draft"))
+    validate(config(rollout=rollout, model=ModelConfig(paths={"draft": "a-model"})))
 
 
 def test_a_number_of_engines_is_a_number_or_auto():

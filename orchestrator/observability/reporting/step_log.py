@@ -29,6 +29,7 @@ from penstock.workers.trainer.row_hashes import added
 from penstock.workers.trainer.step_report import StepReport
 from penstock.workers.weights.engine_calls import Delivery
 
+ACCEPTANCE = "rollout/speculation_acceptance"
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""
 Counters = Mapping[str, float]

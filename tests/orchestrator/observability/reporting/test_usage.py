@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.orchestrator.observability.reporting.step_log import Usage
-from penstock.workers.rollout.rollout_worker import PAUSED, READ_AGAIN
+from penstock.workers.rollout.rollout_worker import ACCEPTED, DRAFTED, PAUSED, READ_AGAIN
 
 
-def test_a_step_says_how_long_engines_stood_still_and_what_they_read_twice() -> None:
-    """Of the mean engine, and of all; since the last step. An engine that is new begins at 0."""
-    counts = {"Rollout-0": {PAUSED: 1.0, READ_AGAIN: 100.0}, "Rollout-1": {PAUSED: 2.0, READ_AGAIN: 50.0}}
+def updates_of(*steps: dict[str, dict[str, float]]) -> list[dict[str, float]]:
+    """What is said of each step by these counts of engines after it."""
+    counts: dict[str, dict[str, float]] = {}
 
     async def ask(members: Sequence[tuple[str, Any]], *_: Any, **__: Any) -> list[dict[str, float]]:
         return [counts[name] for name, _ in members]
@@ -23,10 +23,30 @@ def test_a_step_says_how_long_engines_stood_still_and_what_they_read_twice() -> 
     usage = Usage(fleet, SimpleNamespace(of_kind=lambda kind: [kind]))  # type: ignore[arg-type]
 
     async def scenario() -> list[dict[str, float]]:
-        found = [(await usage.since_last(1.0)).updates]
-        counts.update({"Rollout-0": {PAUSED: 1.5, READ_AGAIN: 300.0}, "Rollout-1": {PAUSED: 0.1, READ_AGAIN: 10.0}})
-        return [*found, (await usage.since_last(1.0)).updates]
+        found = []
+        for step in steps:
+            counts.update(step)
+            found.append((await usage.since_last(1.0)).updates)
+        return found
 
-    first, second = asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+def test_a_step_says_how_long_engines_stood_still_and_what_they_read_twice() -> None:
+    """Of the mean engine, and of all; since the last step. An engine that is new begins at 0."""
+    first, second = updates_of(
+        {"Rollout-0": {PAUSED: 1.0, READ_AGAIN: 100.0}, "Rollout-1": {PAUSED: 2.0, READ_AGAIN: 50.0}},
+        {"Rollout-0": {PAUSED: 1.5, READ_AGAIN: 300.0}, "Rollout-1": {PAUSED: 0.1, READ_AGAIN: 10.0}},
+    )
     assert first == {"rollout/paused_s": 1.5, "rollout/prefilled_again": 150.0}
     assert second == {"rollout/paused_s": (0.5 + 0.1) / 2, "rollout/prefilled_again": 200.0 + 10.0}
+
+
+def test_a_step_says_which_share_of_all_drafted_tokens_was_accepted() -> None:
+    """An engine that has begun again without drafts says nothing more of them."""
+    found = updates_of(
+        {"Rollout-0": {DRAFTED: 100.0, ACCEPTED: 30.0}, "Rollout-1": {DRAFTED: 300.0, ACCEPTED: 30.0}},
+        {"Rollout-0": {DRAFTED: 150.0, ACCEPTED: 55.0}},
+        {},
+    )
+    assert found == [{"rollout/speculation_acceptance": share} for share in (0.15, 0.5)] + [{}]
