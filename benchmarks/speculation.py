@@ -41,8 +41,8 @@ class Side:
     def __init__(self, method: str, config: Any, model: str, draft: str) -> None:
         self.method = method
         room = max(WORKLOADS.values()) * GROUP_SIZE
-        speculation = SpeculationConfig(method, max_sequences=room)
-        self.engine: Any = make_engine(EngineSpec(replace(config.rollout, speculation=speculation), model, draft_path=draft))
+        rollout = replace(config.rollout, speculation=SpeculationConfig(method, max_sequences=room))
+        self.engine: Any = make_engine(EngineSpec(rollout, model, draft_path=draft))
 
     async def round(self, prompts: Sequence[list[int]], sampling: Sampling) -> dict[str, Any]:
         before, started = self.engine.sampled(), time.perf_counter()
@@ -51,7 +51,12 @@ class Side:
         drafted = now.num_drafted - before.num_drafted
         accepted = (now.num_accepted - before.num_accepted) / drafted if drafted else None
         tokens = now.num_tokens - before.num_tokens
-        return {"method": self.method, "tokens_per_s": tokens / seconds, "drafted": drafted / tokens, "accepted": accepted}
+        return {
+            "method": self.method,
+            "tokens_per_s": tokens / seconds,
+            "drafted": drafted / tokens,
+            "accepted": accepted,
+        }
 
 
 async def measure(model: str, draft: str | None, num_rounds: int, repeats: int) -> list[dict[str, Any]]:
@@ -95,7 +100,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     rounds = asyncio.run(measure(arguments.model, arguments.draft, arguments.rounds, 4))
-    table = new_table("vLLM on this CPU", ["recipe=code", "drafts"], ["tokens/s", "by none", "drafted a token", "accepted"])
+    table = new_table(
+        "vLLM on this CPU", ["recipe=code", "drafts"], ["tokens/s", "by none", "drafted a token", "accepted"]
+    )
     targets = []
     for workload, method in itertools.product(WORKLOADS, dict.fromkeys(one["method"] for one in rounds)):
         plain, own = speeds(rounds, workload, "none"), speeds(rounds, workload, method)

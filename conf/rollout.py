@@ -147,17 +147,18 @@ class SpeculationConfig:
     method: str = "none"
     """Where drafts come from. ngram: what followed the same two or more tokens earlier in prompt or response, for
     responses that repeat text, such as code. draft: a smaller model with the same vocabulary (model.paths.draft), which
-    is not trained along. none: no drafts, as they cost time where few are accepted. An engine begins again without them
-    once it has measured that they make it slower; `rollout/speculation_acceptance` has the share accepted."""
+    is not trained. none: no drafts, as they cost time where few are accepted. An engine measures at its start which
+    share is to be accepted for them to pay, which takes a second start, and begins again without them once fewer are
+    (`rollout/speculation_acceptance`)."""
     num_tokens: int = 4
-    """Most tokens drafted at a time, from 2 to 32. More pay where most are accepted."""
+    """Most tokens drafted at a time, from 1 to 32. More pay where most are accepted."""
     max_sequences: int = 32
-    """Most sequences decoded together with drafts; above it vLLM pauses them. Large batches keep the device busy
-    without drafts; the few long responses at the end of a batch do not."""
+    """Most sequences that are decoded together with drafts; with more, vLLM makes none. Many sequences keep the device
+    busy without, which the few long ones at the end of a batch do not."""
 
     def __post_init__(self) -> None:
         one_of("rollout.speculation.method", self.method, SPECULATION)
-        check_bounds(self, "rollout.speculation", num_tokens=(2, 32), max_sequences=1)
+        check_bounds(self, "rollout.speculation", num_tokens=(1, 32), max_sequences=1)
 
     @property
     def is_on(self) -> bool:

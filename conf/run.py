@@ -344,6 +344,9 @@ def _check_speculation(config: RunConfig) -> None:
             speculation.method == DRAFT and DRAFT not in config.model.paths
         ),
         f"vLLM cannot check drafts with rollout.sampling.min_p={rollout.sampling.min_p}": rollout.sampling.min_p > 0,
+        f"on a CPU vLLM cannot check drafts with rollout.sampling.top_k={rollout.sampling.top_k}": (
+            rollout.sampling.top_k > 0 and not rollout.num_gpus_per_worker
+        ),
         "vLLM cannot check drafts where some tokens are never sampled, as with rollout.max_pictures="
         f"{rollout.max_pictures}": rollout.max_pictures > 0,
         "experts of drafted tokens are not compared with the trainer's, and rollout.router_replay=true": (

@@ -125,6 +125,7 @@ def test_experts_are_replayed_on_whole_rows_and_outside_of_compiled_layers(train
         ({"method": "ngram"}, {"engine": "hf"}, {}, "only vLLM checks drafted tokens, and rollout.engine=hf"),
         ({"method": "draft"}, {}, {}, r"model\.paths\.draft is not set"),
         ({"method": "ngram"}, {"sampling": SamplingConfig(min_p=0.1)}, {}, r"rollout\.sampling\.min_p=0\.1"),
+        ({"method": "ngram"}, {"sampling": SamplingConfig(top_k=5)}, {}, r"on a CPU .*rollout\.sampling\.top_k=5"),
         ({"method": "ngram"}, {"max_pictures": 2}, {}, r"rollout\.max_pictures=2"),
         ({"method": "ngram"}, {"router_replay": True, "num_gpus_per_worker": 1}, {}, r"rollout\.router_replay=true"),
         ({"method": "ngram"}, {"engine_options": {"speculative_config": {}}}, {}, "speculative_config is set as well"),

@@ -59,7 +59,7 @@ from penstock.conf.errors import (
     WorkerDied,
     how_ended,
 )
-from penstock.conf.rollout import DRAFT, RolloutConfig, SpeculationConfig
+from penstock.conf.rollout import RolloutConfig, SpeculationConfig
 from penstock.conf.secret import reveal
 from penstock.conf.weights import STREAMS
 from penstock.metering import table
@@ -87,10 +87,8 @@ from penstock.workers.rollout.speculation import (
     TRIAL_PROMPT,
     TRIAL_STEPS,
     DraftCounts,
-    StepSeconds,
     break_even,
     speculation_arguments,
-    trial_sizes,
 )
 from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
 from penstock.workers.runtime.processes import SETTINGS, compiled_folder
@@ -118,6 +116,7 @@ CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 LORA_RANKS = ROLLOUT_ENGINES["vllm"].lora_ranks
 WORKER_CALLS = "penstock.workers.weights.vllm.backends.WorkerCalls"
+WORKER_WITH_DRAFTS = "penstock.workers.rollout.vllm_drafts.WorkerWithDrafts"
 WORKER_WITH_HEADS = "penstock.workers.rollout.vllm_heads.WorkerWithHeads"
 BACKENDS = {"shm": BACKEND, "ipc": IPC_BACKEND}
 """vLLM's names of weight-transfer backends, where they differ from `weights.transport`."""
@@ -182,13 +181,27 @@ class VllmEngine:
         """Seconds of each phase of the last load."""
 
     async def start(self) -> None:
-        """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
-        `DeadlineExceeded`."""
+        """Start the engine process and warm it up; with drafts once without them before, to know what they cost. Raises
+        `ResourceError` when it does not come up, `DeadlineExceeded`."""
+        drafting, speculation = self._spec, self._config.speculation
+        if speculation.is_on:
+            self._use(without_drafts(drafting))
+            await self._start()
+            plain_s = await self._step_seconds(speculation)
+            await self._end()
+            self._use(drafting)
+        await self._start()
+        if speculation.is_on:
+            self._least_accepted = break_even(plain_s, await self._step_seconds(speculation), speculation.num_tokens)
+
+    async def _start(self) -> None:
         compiles = "" if self._config.enforce_eager else f" + {COMPILE_KEY}"
         await self._in_time("start", self._create(), self._config.engine_start_s, START_KEY + compiles)
         await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, START_KEY)
-        if self._config.speculation.is_on:
-            await self._in_time("trial of drafts", self._try_drafts(), self._config.start_timeout_s, START_KEY)
+
+    def _use(self, spec: EngineSpec) -> None:
+        """Be what another specification says from the next start of the process on."""
+        self._spec, self._config, self._output = spec, spec.config, EngineOutput()
 
     async def generate(
         self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
@@ -398,22 +411,20 @@ class VllmEngine:
         prompt, lora = await self._prompt(prompt_ids, None), self._lora_request(self._spec.first_policy)
         await self._request(prompt, parameters, lora, 0)
 
-    async def _try_drafts(self) -> None:
-        """Measure decode steps with and without drafts, for the share that is to be accepted."""
-        speculation, stats, seconds = self._config.speculation, self._stats, {}
+    async def _step_seconds(self, speculation: SpeculationConfig) -> float:
+        """Median seconds of a decode step of as many sequences as drafts are made for."""
+        stats, num_tokens = self._stats, self._config.speculation.num_tokens if self._config.speculation.is_on else 0
         assert stats is not None
         prompt_ids = TRIAL_PROMPT[: self._config.max_model_len // 2]
-        for drafted, size in trial_sizes(speculation).items():
-            length = min(TRIAL_STEPS * (drafted + 1), self._config.max_model_len - len(prompt_ids))
-            parameters = sampling_params(size, Sampling(max_tokens=length, ignore_eos=True))
-            parameters.allowed_token_ids = prompt_ids[:1]
-            stats.step_seconds = []
-            await self._sample_unasked(prompt_ids, parameters)
-            seconds[drafted] = statistics.median(stats.step_seconds)
-        stats.step_seconds, stats.drafts = None, DraftCounts()
-        found = StepSeconds(seconds[0], seconds[1], seconds[speculation.num_tokens])
-        by_model = speculation.method == DRAFT
-        self._least_accepted = break_even(found, speculation.num_tokens, by_model=by_model)
+        length = min(TRIAL_STEPS * (1 + num_tokens), self._config.max_model_len - len(prompt_ids))
+        size = min(speculation.max_sequences, self._config.max_concurrent_samples)
+        parameters = sampling_params(size, Sampling(max_tokens=length, ignore_eos=True))
+        parameters.allowed_token_ids = prompt_ids[:1]
+        stats.step_seconds = []
+        trial = self._sample_unasked(prompt_ids, parameters)
+        await self._in_time("trial of drafts", trial, self._config.start_timeout_s, START_KEY)
+        found, stats.step_seconds, stats.drafts = statistics.median(stats.step_seconds), None, DraftCounts()
+        return found
 
     def _does_better_without_drafts(self) -> bool:
         least, stats = self._least_accepted, self._stats
@@ -436,13 +447,12 @@ class VllmEngine:
             f"drafts pay from a share of {self._least_accepted:.2f}: the engine begins again without them",
             flush=True,
         )
-        config = replace(self._config, speculation=SpeculationConfig())
-        self._spec, self._config, self._least_accepted = replace(self._spec, config=config), config, None
-        num_tokens, self._output = self._num_tokens, EngineOutput()
+        self._least_accepted, num_tokens = None, self._num_tokens
         self._has_begun.clear()
         try:
             await self._end()
-            await self.start()
+            self._use(without_drafts(self._spec))
+            await self._start()
         except (ResourceError, ModelError) as error:
             raise WorkerDied(f"the vLLM engine cannot begin again without drafts: {error}") from None
         finally:
@@ -469,6 +479,9 @@ class VllmEngine:
         """vLLM's output for one request, once the engine is awake and loads nothing."""
         await self._alive()
         response_room(prompt_ids, self._config.max_model_len)
+        if self._config.speculation.is_on and parameters.top_k > 0 and not self._config.num_gpus_per_worker:
+            # vLLM's CPU build dies of it at a step without drafts; what else it cannot check it refuses by itself
+            raise DataError("top_k: an engine on a CPU takes none with rollout.speculation. Use top_p.")
         prompt = await self._prompt(list(prompt_ids), pictures)
         await self._admitted()
         self.num_in_flight += 1
@@ -974,7 +987,10 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
                 f"rollout.speculation.method={config.speculation.method}: vLLM cannot check drafts of a vision model, "
                 "some of whose tokens are never sampled. Set it to none."
             )
-        arguments |= speculation_arguments(config.speculation, spec.draft_path, arguments["max_num_seqs"])
+        found = speculation_arguments(config.speculation, spec.draft_path, arguments["max_num_seqs"])
+        arguments["speculative_config"] = found
+        if not config.num_gpus_per_worker:
+            arguments["worker_extension_cls"] = WORKER_WITH_DRAFTS
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
     arguments |= reveal(config.engine_options)
@@ -988,6 +1004,11 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
             arguments |= adapter_arguments(limits.max_rank, limits.max_loaded + (not config.num_gpus_per_worker))
             arguments |= {"worker_extension_cls": WORKER_WITH_HEADS} if limits.head else {}
     return arguments
+
+
+def without_drafts(spec: EngineSpec) -> EngineSpec:
+    """The same engine without drafted tokens."""
+    return replace(spec, config=replace(spec.config, speculation=SpeculationConfig()))
 
 
 def adapter_arguments(rank: int, num_loaded: int) -> dict[str, Any]:

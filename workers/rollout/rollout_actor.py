@@ -34,7 +34,15 @@ from penstock.workers.protocols import (
     Sampling,
 )
 from penstock.workers.rollout.rollout_engines import EngineMeter, ThreadedEngine, make_engine, seconds_per_token
-from penstock.workers.rollout.rollout_worker import ACCEPTED, DRAFTED, PAUSED, READ_AGAIN, GroupIntake, RolloutWorker, fault_of
+from penstock.workers.rollout.rollout_worker import (
+    ACCEPTED,
+    DRAFTED,
+    PAUSED,
+    READ_AGAIN,
+    GroupIntake,
+    RolloutWorker,
+    fault_of,
+)
 from penstock.workers.runtime.async_tasks import run_all
 from penstock.workers.runtime.numerics import numerics
 from penstock.workers.runtime.serving import ASLEEP, LOADING, SERVING, Progress, ServingActor

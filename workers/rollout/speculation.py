@@ -1,6 +1,6 @@
 """Speculative decoding in vLLM: its arguments, what drafts cost and bring, and when an engine does better without them.
 
-    start   a trial of a few decode steps ─▶ StepSeconds ─▶ break_even: the share of drafted tokens to be accepted
+    start   decode steps of an engine without drafts, then of the one with them ─▶ the share that is to be accepted
     steps   vLLM's statistics ─▶ tokens drafted, and accepted
     load    fewer are accepted ─▶ the engine begins again without drafts, then loads
 
@@ -19,56 +19,31 @@ NGRAM_TOKENS = (2, 4)
 """Fewest and most tokens that must be the same as before. Single ones recur by chance."""
 LEAST_DRAFTED = 2_000
 """Drafted tokens by which acceptance is judged: its standard error is then 0.011 at most."""
-TRIAL_STEPS = 12
-"""Decode steps of each trial."""
+TRIAL_STEPS = 16
+"""Decode steps of a trial, whose median counts."""
 TRIAL_PROMPT = [0] * 16
 """Prompt of trials, and, repeated, their response: every n-gram draft is accepted."""
 
 
 def speculation_arguments(config: SpeculationConfig, draft_path: str, max_num_seqs: int) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs`. The number of drafted tokens falls to 1, then 0, above `max_sequences`; there is
-    always room for so many sequences, which the trial needs."""
-    most, max_num_seqs = config.max_sequences, max(max_num_seqs, config.max_sequences + 2)
-    how: dict[str, Any] = {
-        "num_speculative_tokens": config.num_tokens,
-        "num_speculative_tokens_per_batch_size": [
-            (1, most, config.num_tokens), (most + 1, most + 1, 1), (most + 2, max_num_seqs, 0),
-        ],
-    }  # fmt: skip
+    """vLLM's `speculative_config`. With more than `max_sequences` it drafts nothing."""
+    found: dict[str, Any] = {"num_speculative_tokens": config.num_tokens}
     if config.method == DRAFT:
-        how |= {"method": "draft_model", "model": draft_path}
+        found |= {"method": "draft_model", "model": draft_path}
     else:
         least, longest = NGRAM_TOKENS
-        how |= {"method": "ngram", "prompt_lookup_min": least, "prompt_lookup_max": longest}
-    return {"max_num_seqs": max_num_seqs, "speculative_config": how}
+        found |= {"method": "ngram", "prompt_lookup_min": least, "prompt_lookup_max": longest}
+    if (most := config.max_sequences) < max_num_seqs:
+        sizes = [(1, most, config.num_tokens), (most + 1, max_num_seqs, 0)]
+        found["num_speculative_tokens_per_batch_size"] = sizes
+    return found
 
 
-def trial_sizes(config: SpeculationConfig) -> dict[int, int]:
-    """Sequences to decode together, by the number of tokens that are then drafted for each."""
-    return {0: config.max_sequences + 2, 1: config.max_sequences + 1, config.num_tokens: config.max_sequences}
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """Median seconds of a decode step, by the number of tokens drafted for each sequence."""
-
-    none: float
-    one: float
-    all: float
-
-
-def break_even(seconds: StepSeconds, num_tokens: int, *, by_model: bool) -> float:
-    """Share of drafted tokens that must be accepted for drafts to save time.
-
-    A step with k drafted tokens takes C_k, and an accepted one saves a sequence a step without drafts, of P: drafts pay
-    where k · share · P > C_k - P. A draft model also reads the tokens of steps for which it drafts nothing, so that
-    C_0 = P + D, with D for one pass of it. C_1 = P + D + V, with V to check a token, and C_k = P + k (D + V).
-    """
-    plain = seconds.none
-    if by_model:
-        check = seconds.one - seconds.none
-        plain -= min(max(0.0, (seconds.all - seconds.one) / (num_tokens - 1) - check), seconds.none / 2)
-    return (seconds.all / plain - 1) / num_tokens
+def break_even(plain_s: float, drafting_s: float, num_tokens: int) -> float:
+    """Share of drafted tokens that must be accepted for drafts to save time. `plain_s`, `drafting_s`: seconds of a
+    decode step of equally many sequences without drafts, and with so many tokens drafted for each. Each one that is
+    accepted saves its sequence a step without drafts."""
+    return (drafting_s / plain_s - 1) / num_tokens
 
 
 @dataclass

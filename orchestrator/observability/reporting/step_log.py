@@ -125,8 +125,8 @@ class StepUsage:
     members: dict[str, float] = field(default_factory=dict)
     """Metrics `rollout/num_engines` and `reward/num_workers`: numbers of present members."""
     updates: dict[str, float] = field(default_factory=dict)
-    """Metrics `rollout/paused_s`, of the mean engine, `rollout/prefilled_again` and `rollout/speculation_acceptance`, of
-    all, since the last step."""
+    """Metrics `rollout/paused_s`, of the mean engine, and `rollout/prefilled_again` and
+    `rollout/speculation_acceptance`, of all, since the last step."""
     environment: dict[str, float] = field(default_factory=dict)
     """Metrics `environment/<count>`: counts since the last step, over all environments."""
     logged: dict[str, float] = field(default_factory=dict)
