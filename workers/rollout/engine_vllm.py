@@ -2,9 +2,9 @@
 
     generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
     load     ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
-                up to `verify` it continues to generate, and sequences are kept
+                up to `verify` it continues to generate, and sequences are kept; an engine that drafted tokens make
+                slower begins again without them before (`speculation.py`)
     deliver  ─▶ where weights are streamed: the parts that `load` loads, from the trainer
-                with drafts that make it slower (`speculation.py`) the engine begins again without them before
     sleep    ─▶ on a GPU that a trainer uses meanwhile: weights are discarded, and none are kept in host memory;
                 after `wake` nothing is sampled before `load` has brought weights
 

@@ -1,9 +1,8 @@
 """A kernel of vLLM's rejection sampler, for its CPU build. Imports vLLM; a worker process of an engine imports it after
 vLLM has registered its own.
 
-The rejection sampler repeats temperature, top-k and top-p of each request for its drafted tokens. The kernel that the
-CPU build of vLLM 0.32.0 has for this fills a copy (vLLM's issue 55005), so that the tokens would be drawn at whatever is
-in memory.
+The rejection sampler repeats the temperature, top-k and top-p of a request for its drafted tokens. The kernel for this
+in the CPU build of vLLM 0.32.0 fills a copy (vLLM issue 55005), so tokens would be drawn at whatever is in memory.
 """
 
 from typing import Any

@@ -25,7 +25,7 @@ from tests.publications import write_publication
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 PROMPTS = [[20 + (place * step) % 30 for place in range(24)] for step in (1, 7)]
-SAMPLING = Sampling(max_tokens=200, ignore_eos=True, temperature=0.8, top_p=0.95)
+SAMPLING = Sampling(max_tokens=200, ignore_eos=True, temperature=0.7, top_p=0.95)
 NUM_TOKENS, BINS = 100_000, 40
 LEAST_P = 1e-3
 """Least p-value of a fixed draw: one in a thousand of the right distribution is less likely."""
@@ -33,12 +33,17 @@ LEAST_P = 1e-3
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model sure enough of its next tokens that some drafts are right."""
-    path = tmp_path_factory.mktemp("sure")
+    """A model that goes by the last token more than by those before, so that some drafts are right."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path_factory.mktemp("repeating")
     fresh = FreshModelConfig(
-        num_layers=2, hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, initializer_range=0.25
+        num_layers=2, hidden_size=64, intermediate_size=96, num_heads=2, num_kv_heads=1, initializer_range=0.15
     )
     build_fresh_model(path, fresh, seed=7)
+    tensors = load_file(path / "model.safetensors")
+    mixing = [name for name in tensors if "o_proj" in name or "down_proj" in name]
+    save_file(tensors | {name: 0.2 * tensors[name] for name in mixing}, path / "model.safetensors", {"format": "pt"})
     return path
 
 
@@ -191,9 +196,9 @@ def test_adapters_are_applied_to_drafted_tokens_and_prompts_are_scored_beside(mo
 def test_an_engine_whose_drafts_are_rejected_begins_again_without_and_cuts_no_sample(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The model's distribution is all but uniform: what followed the same two tokens before is no guess."""
+    """Its tokens are drawn from about ten that are equally likely: any two recur, and nothing follows from them."""
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    uniform = Sampling(max_tokens=180, ignore_eos=True, seed=1)
+    uniform = Sampling(max_tokens=180, ignore_eos=True, top_p=0.1, seed=1)
 
     async def use(engine: Any) -> Any:
         drafted = 0
@@ -215,3 +220,11 @@ def test_an_engine_whose_drafts_are_rejected_begins_again_without_and_cuts_no_sa
     assert {token_version for one in before for token_version in one.versions} == {0}
     assert {token_version for one in late for token_version in one.versions} == {1}
     assert [len(one.token_ids) for one in (*before, *late)] == [180] * 8
+
+
+def test_a_requests_temperature_counts_for_each_of_its_drafted_tokens() -> None:
+    from penstock.workers.rollout.vllm_drafts import repeat_for_tokens
+
+    ends, output = torch.tensor([2, 2, 5]), torch.empty(5)
+    repeat_for_tokens(output, torch.tensor([0.7, 0.3, 0.0]), ends, 0, 1)
+    assert output.tolist() == pytest.approx([0.7, 0.7, 1.0, 1.0, 1.0])
