@@ -61,6 +61,7 @@ BROKEN = {
 ON_CPU = {
     "enable_chunked_prefill": "the generator of a seeded sample cannot be set back on a CPU (rollout.sampling.seeded)",
     "worker_extension_cls": "there is one, which sets how many threads compute (rollout.num_threads)",
+    "speculative_config": "vLLM's CPU build draws drafted tokens at a wrong temperature, but with rollout.speculation",
 }
 """Options of the CPU build that would break a promise, and which."""
 

@@ -128,7 +128,12 @@ def test_experts_are_replayed_on_whole_rows_and_outside_of_compiled_layers(train
         ({"method": "ngram"}, {"sampling": SamplingConfig(top_k=5)}, {}, r"on a CPU .*rollout\.sampling\.top_k=5"),
         ({"method": "ngram"}, {"max_pictures": 2}, {}, r"rollout\.max_pictures=2"),
         ({"method": "ngram"}, {"router_replay": True, "num_gpus_per_worker": 1}, {}, r"rollout\.router_replay=true"),
-        ({"method": "ngram"}, {"engine_options": {"speculative_config": {}}}, {}, "speculative_config is set as well"),
+        (
+            {"method": "ngram"},
+            {"engine_options": {"speculative_config": {}}, "num_gpus_per_worker": 1},
+            {},
+            "speculative_config is set as well",
+        ),
         ({"method": "ngram"}, {"num_gpus_per_worker": 0.5}, {}, "begin again on a part of a GPU"),
         (
             {"method": "ngram"},

@@ -19,8 +19,8 @@ NGRAM_TOKENS = (2, 4)
 """Fewest and most tokens that must be the same as before. Single ones recur by chance."""
 LEAST_DRAFTED = 2_000
 """Drafted tokens by which acceptance is judged: its standard error is then 0.011 at most."""
-TRIAL_STEPS = 16
-"""Decode steps of a trial, whose median counts."""
+NUM_TRIALS, TRIAL_STEPS = 4, 16
+"""Number of trials, of which the fastest counts, as disturbed ones are slower, and decode steps of each."""
 TRIAL_PROMPT = [0] * 16
 """Prompt of trials, and, repeated, their response: every n-gram draft is accepted."""
 

@@ -25,7 +25,7 @@ from tests.publications import write_publication
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 PROMPTS = [[20 + (place * step) % 30 for place in range(24)] for step in (1, 7)]
-SAMPLING = Sampling(max_tokens=200, ignore_eos=True, temperature=0.7, top_p=0.95)
+SAMPLING = Sampling(max_tokens=200, ignore_eos=True, temperature=0.7)
 NUM_TOKENS, BINS = 100_000, 40
 LEAST_P = 1e-3
 """Least p-value of a fixed draw: one in a thousand of the right distribution is less likely."""
@@ -45,6 +45,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixing = [name for name in tensors if "o_proj" in name or "down_proj" in name]
     save_file(tensors | {name: 0.2 * tensors[name] for name in mixing}, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def judged_by(monkeypatch: pytest.MonkeyPatch, least_share: float) -> None:
+    """Let drafts pay from this share on, whatever decode steps take on this machine."""
+    monkeypatch.setattr("penstock.workers.rollout.engine_vllm.break_even", lambda *_: least_share)
 
 
 def p_value(counts: np.ndarray) -> float:
@@ -97,7 +102,7 @@ def places_of(models: list[Any], prompt: list[int], completion: Completion, unif
         logits = models[version](ids).logits[0, len(prompt) - 1 : -1]
         logprobs[versions == version] = sampling_logprobs(logits, SAMPLING)[versions == version]
     own = logprobs.gather(-1, tokens)[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), own, rtol=0, atol=2e-3)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), own, rtol=0, atol=1e-3)
     mass = logprobs.double().exp()
     below = mass.cumsum(-1).gather(-1, tokens)[:, 0] - mass.gather(-1, tokens)[:, 0]
     return (below + torch.from_numpy(uniform) * own.double().exp()).numpy()
@@ -122,7 +127,10 @@ async def sampled_across_updates(engine: Any, root: Path, models: list[Any]) -> 
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "draft"])
-def test_tokens_have_the_models_distribution_across_updates(method: str, model_path: Path, tmp_path: Path) -> None:
+def test_tokens_have_the_models_distribution_across_updates(
+    method: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged_by(monkeypatch, 0.0)
     first = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     models = [first, *(moved(first, seed) for seed in (1, 2, 3))]
     draft = tmp_path / "draft"
@@ -190,13 +198,14 @@ def test_adapters_are_applied_to_drafted_tokens_and_prompts_are_scored_beside(mo
         places_of([model], PROMPTS[0], completion, np.zeros(len(completion.token_ids)))
     rows = model(torch.tensor([PROMPTS[0]])).logits[0, :-1].log_softmax(-1)
     own = rows.gather(-1, torch.tensor(PROMPTS[0][1:])[:, None])[:, 0].detach()
-    torch.testing.assert_close(torch.tensor(scored.prompt_logprobs[1:]), own, rtol=0, atol=2e-3)
+    torch.testing.assert_close(torch.tensor(scored.prompt_logprobs[1:]), own, rtol=0, atol=1e-3)
 
 
 def test_an_engine_whose_drafts_are_rejected_begins_again_without_and_cuts_no_sample(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens are drawn from about ten that are equally likely: any two recur, and nothing follows from them."""
+    judged_by(monkeypatch, 0.3)
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     uniform = Sampling(max_tokens=180, ignore_eos=True, top_p=0.1, seed=1)
 
