@@ -327,10 +327,8 @@ def validate(config: RunConfig) -> None:
             f"{str(config.trainer.compile).lower()} with trainer.sequence_parallel_size="
             f"{config.trainer.sequence_parallel_size}. Set trainer.compile=false and trainer.sequence_parallel_size=1."
         )
-    choose_transport(config)
-    _check_speculation(config)
-    _check_finishes(config)
-    _check_gpus(config)
+    for check in (choose_transport, _check_speculation, _check_finishes, _check_gpus):
+        check(config)
 
 
 def _check_speculation(config: RunConfig) -> None:

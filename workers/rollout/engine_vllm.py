@@ -89,7 +89,7 @@ from penstock.workers.rollout.speculation import (
     TRIAL_STEPS,
     DraftCounts,
     break_even,
-    speculation_arguments,
+    speculative_config,
 )
 from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
 from penstock.workers.runtime.processes import SETTINGS, compiled_folder
@@ -989,15 +989,7 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
     if family is not None:
         arguments |= picture_arguments(config, family)
     if config.speculation.is_on:
-        if family is not None:
-            raise ConfigError(
-                f"rollout.speculation.method={config.speculation.method}: vLLM cannot check drafts of a vision model, "
-                "some of whose tokens are never sampled. Set it to none."
-            )
-        found = speculation_arguments(config.speculation, spec.draft_path, arguments["max_num_seqs"])
-        arguments["speculative_config"] = found
-        if not config.num_gpus_per_worker:
-            arguments["worker_extension_cls"] = WORKER_WITH_DRAFTS
+        arguments |= draft_arguments(spec, family, arguments["max_num_seqs"])
     if spec.by_priority:
         arguments["scheduling_policy"] = "priority"
     arguments |= reveal(config.engine_options)
@@ -1011,6 +1003,18 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
             arguments |= adapter_arguments(limits.max_rank, limits.max_loaded + (not config.num_gpus_per_worker))
             arguments |= {"worker_extension_cls": WORKER_WITH_HEADS} if limits.head else {}
     return arguments
+
+
+def draft_arguments(spec: EngineSpec, family: Family | None, max_num_seqs: int) -> dict[str, Any]:
+    """Further arguments of an engine with drafted tokens. Raises `ConfigError` for a vision model."""
+    speculation = spec.config.speculation
+    if family is not None:
+        raise ConfigError(
+            f"rollout.speculation.method={speculation.method}: vLLM cannot check drafts of a vision model, some "
+            "of whose tokens are never sampled. Set it to none."
+        )
+    found: dict[str, Any] = {"speculative_config": speculative_config(speculation, spec.draft_path, max_num_seqs)}
+    return found if spec.config.num_gpus_per_worker else found | {"worker_extension_cls": WORKER_WITH_DRAFTS}
 
 
 def without_drafts(spec: EngineSpec) -> EngineSpec:

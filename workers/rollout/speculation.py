@@ -25,7 +25,7 @@ TRIAL_PROMPT = [0] * 16
 """Prompt of trials, and, repeated, their response: every n-gram draft is accepted."""
 
 
-def speculation_arguments(config: SpeculationConfig, draft_path: str, max_num_seqs: int) -> dict[str, Any]:
+def speculative_config(config: SpeculationConfig, draft_path: str, max_num_seqs: int) -> dict[str, Any]:
     """vLLM's `speculative_config`. With more than `max_sequences` it drafts nothing."""
     found: dict[str, Any] = {"num_speculative_tokens": config.num_tokens}
     if config.method == DRAFT:

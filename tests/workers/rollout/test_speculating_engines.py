@@ -159,9 +159,7 @@ def test_tokens_have_the_models_distribution_across_updates(
         assert 0.05 < progress.num_accepted / progress.num_drafted < 0.98
 
 
-def test_samples_that_keep_their_cache_are_of_one_version_before_an_update_and_of_one_after(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_samples_that_keep_their_cache_have_the_versions_of_both_sides(model_path: Path, tmp_path: Path) -> None:
     """Tokens drafted under old weights are checked under new ones, whose version they have."""
     first = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
@@ -201,7 +199,7 @@ def test_adapters_are_applied_to_drafted_tokens_and_prompts_are_scored_beside(mo
     torch.testing.assert_close(torch.tensor(scored.prompt_logprobs[1:]), own, rtol=0, atol=1e-3)
 
 
-def test_an_engine_whose_drafts_are_rejected_begins_again_without_and_cuts_no_sample(
+def test_an_engine_whose_drafts_are_rejected_begins_again_without_them(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens are drawn from about ten that are equally likely: any two recur, and nothing follows from them."""

@@ -9,7 +9,7 @@ from penstock.workers.rollout.speculation import (
     LEAST_DRAFTED,
     DraftCounts,
     break_even,
-    speculation_arguments,
+    speculative_config,
 )
 
 SECONDS = st.floats(1e-4, 1.0)
@@ -47,7 +47,7 @@ def test_acceptance_is_judged_by_enough_tokens_and_anew_each_time() -> None:
 
 
 def test_vllm_drafts_nothing_for_more_sequences_than_asked_for() -> None:
-    found = speculation_arguments(SpeculationConfig("ngram", 3, max_sequences=8), "", 64)
+    found = speculative_config(SpeculationConfig("ngram", 3, max_sequences=8), "", 64)
     assert found["num_speculative_tokens_per_batch_size"] == [(1, 8, 3), (9, 64, 0)]
-    found = speculation_arguments(SpeculationConfig("draft", 3, max_sequences=64), "a-draft", 64)
+    found = speculative_config(SpeculationConfig("draft", 3, max_sequences=64), "a-draft", 64)
     assert found == {"num_speculative_tokens": 3, "method": "draft_model", "model": "a-draft"}
