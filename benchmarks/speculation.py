@@ -60,7 +60,7 @@ class Side:
 
 
 async def measure(model: str, draft: str | None, num_rounds: int, repeats: int) -> list[dict[str, Any]]:
-    config = load_config(["recipe=code", f"model.path={model}", "warm_start=null"])
+    config = load_config(["recipe=code"])
     encoder, rows = encoder_of(config, load_tokenizer(model), None), open_rows(config)
     assert rows is not None
     count = max(WORKLOADS.values()) * repeats
