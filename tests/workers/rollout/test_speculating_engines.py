@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.real, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 PROMPTS = [[20 + (place * step) % 30 for place in range(24)] for step in (1, 7)]
 SAMPLING = Sampling(max_tokens=200, ignore_eos=True, temperature=0.7)
-NUM_TOKENS, BINS = 100_000, 40
+NUM_TOKENS, GROUP_SIZE, BINS = 100_000, 32, 40
 LEAST_P = 1e-3
 """Least p-value of a fixed draw: one in a thousand of the right distribution is less likely."""
 
@@ -73,7 +73,7 @@ def published(root: Path, version: int, model: Any) -> Publication:
 
 
 def spec_of(path: Path, method: str, draft: str = "", **options: Any) -> EngineSpec:
-    speculation = SpeculationConfig(method, num_tokens=3, max_sequences=32)
+    speculation = SpeculationConfig(method, num_tokens=3, max_sequences=2 * GROUP_SIZE)
     config = RolloutConfig(max_model_len=256, kv_cache_gib=0.1, speculation=speculation, **options)
     return EngineSpec(config, str(path), draft_path=draft, phase_timeout_s=60)
 
@@ -113,10 +113,12 @@ async def sampled_across_updates(engine: Any, root: Path, models: list[Any]) -> 
     found: list[tuple[list[int], Completion]] = []
     version, num_tokens, seed = 0, 0, 0
     while num_tokens < NUM_TOKENS:
-        groups = [engine.generate(prompt, 12, SAMPLING.seeded(seed + 100 * at)) for at, prompt in enumerate(PROMPTS)]
+        groups = [
+            engine.generate(prompt, GROUP_SIZE, SAMPLING.seeded(seed + 100 * at)) for at, prompt in enumerate(PROMPTS)
+        ]
         rounds, start, seed = asyncio.gather(*groups), engine.sampled().num_tokens, seed + 1000
         if version + 1 < len(models):
-            while engine.sampled().num_tokens - start < 24 * 60:
+            while engine.sampled().num_tokens - start < 2 * GROUP_SIZE * 60:
                 await asyncio.sleep(0.001)
             version += 1
             await engine.load(published(root, version, models[version]))
@@ -151,7 +153,7 @@ def test_tokens_have_the_models_distribution_across_updates(
     # two tokens in a row are independent, too: what is drawn after a rejected draft, say
     pairs, _, _ = np.histogram2d(places[:-1], places[1:], 8, ((0, 1), (0, 1)))
     assert p_value(pairs) > LEAST_P
-    assert sum(len(set(one.versions)) > 1 for _, one in found) >= 24
+    assert sum(len(set(one.versions)) > 1 for _, one in found) >= 2 * GROUP_SIZE
     if method == "none":
         assert progress.num_drafted == 0
     else:
