@@ -142,8 +142,8 @@ def wrong_stops(stops: Sequence[Any]) -> str:
 
 @dataclass
 class SpeculationConfig:
-    """Speculative decoding by vLLM (2211.17192): several drafted tokens are checked in one decode step, and kept or drawn
-    again, so that each token is distributed as without. Not yet seen on a GPU."""
+    """Speculative decoding by vLLM (2211.17192): several drafted tokens are checked in one decode step, and kept or
+    drawn again, so that each token is distributed as without. Not yet seen on a GPU."""
 
     method: str = "none"
     """Where drafts come from. ngram: what followed the same two or more tokens earlier in prompt or response, for
