@@ -11,7 +11,10 @@ from penstock.orchestrator.run import run
 from tests.model_files import load_model
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("cluster")]
-SPLITS = ("tensor_parallel_size=2", "sequence_parallel_size=2", "shard_size=1")
+SPLITS = (
+    "tensor_parallel_size=2", "sequence_parallel_size=2", "sequence_parallel_size=auto", "shard_size=1",
+    "activation_checkpointing=stream",
+)  # fmt: skip
 SMOOTH = ["trainer.optimizer.eps=1e-2", "trainer.optimizer.lr=1e-2"]
 """AdamW's step follows the gradient smoothly then: with a tiny eps, rounding decides where a gradient is near 0."""
 COUNTED = ("reward/mean", "response_length/mean", "staleness/max", "actor/kl", "actor/grad_norm", "actor/entropy")
