@@ -54,6 +54,17 @@ def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(s
     assert not list((tmp_path / "disk").iterdir()), "what the store had moved to disk is left"
 
 
+@pytest.mark.real
+def test_a_run_whose_engine_drafts_tokens_trains_on_the_models_log_probabilities(small_run, tmp_path, cluster):
+    model = next(word.removeprefix("model.path=") for word in small_run if word.startswith("model.path="))
+    words = [*small_run, "rollout.engine=vllm", "rollout.speculation.method=draft", f"model.paths.draft={model}"]
+    words += ["max_staleness=1", "trainer.max_steps=3", "name=drafts", f"output_dir={tmp_path}"]
+    steps = metrics_of(run(load_config(words), quiet=True).directory)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["mismatch/logprob_abs_mean"] < 1e-4 for line in steps if "mismatch/logprob_abs_mean" in line)
+    assert 0 < steps[0]["rollout/speculation_acceptance"] < 0.5, "likeliest tokens, of a model that knows nothing"
+
+
 def check_told(directory, members):
     """Each step's line says who did what, and its path leads from its start to its end. The state knows everybody."""
     for line, step in zip(read_lines(directory / "spans.jsonl"), metrics_of(directory), strict=True):
