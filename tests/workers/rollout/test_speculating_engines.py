@@ -27,8 +27,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tes
 PROMPTS = [[20 + (place * step) % 30 for place in range(24)] for step in (1, 7)]
 SAMPLING = Sampling(max_tokens=200, ignore_eos=True, temperature=0.7)
 NUM_TOKENS, GROUP_SIZE, BINS = 100_000, 32, 40
-LEAST_P = 1e-3
-"""Least p-value of a fixed draw: one in a thousand of the right distribution is less likely."""
+LEAST_P = 1e-5
+"""Least p-value: where in the samples an update falls depends on the machine, so that every run is another draw."""
 
 
 @pytest.fixture(scope="module")
