@@ -128,7 +128,7 @@ async def sampled_across_updates(engine: Any, root: Path, models: list[Any]) -> 
     return found
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "draft"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.soak), "ngram", "draft"])
 def test_tokens_have_the_models_distribution_across_updates(
     method: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
