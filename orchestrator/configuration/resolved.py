@@ -67,7 +67,8 @@ def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
     names, trainer = flow.policies, config.trainer
     scorers = [stage.name for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores"))]
     if unknown := next((name for name in trainer.scorer_ranks if name not in scorers), None):
-        raise ConfigError(f"trainer.scorer_ranks.{unknown}: the dataflow has no such scorer{suggest(unknown, scorers)}")
+        known = suggest(unknown, scorers) if scorers else ": it has none. Leave the key out."
+        raise ConfigError(f"trainer.scorer_ranks.{unknown}: the dataflow has no such scorer{known}")
     policy, is_by_policy, _ = config.checkpoint.best_metric.partition("/heldout_reward/")
     if config.checkpoint.keep_best and is_by_policy and (len(names) < 2 or policy not in names):
         raise ConfigError(
