@@ -54,7 +54,7 @@ class ScalarTrainer(PolicyTrainer):
         for batch in self._all_batches(rows):
             scores_B = self._head_outputs(batch, batch.last_B)
             if not batch.is_dummy:
-                results |= zip(batch.rows.tolist(), scores_B.tolist(), strict=True)
+                results |= zip(batch.rows.tolist(), scores_B.cpu().tolist(), strict=True)
         self.engine.free()
         found = self._of_block(results)
         return np.array([found[row] for row in range(len(rows))], np.float32)

@@ -55,7 +55,7 @@ def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(s
 
 
 @pytest.mark.real
-def test_a_run_whose_engine_drafts_tokens_trains_on_the_models_log_probabilities(small_run, tmp_path, cluster):
+def test_a_run_with_drafted_tokens_trains_on_the_models_log_probabilities(small_run, tmp_path, cluster):
     model = next(word.removeprefix("model.path=") for word in small_run if word.startswith("model.path="))
     words = [*small_run, "rollout.engine=vllm", "rollout.speculation.method=draft", f"model.paths.draft={model}"]
     words += ["max_staleness=1", "trainer.max_steps=3", "name=drafts", f"output_dir={tmp_path}"]
