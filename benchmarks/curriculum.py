@@ -25,7 +25,10 @@ from benchmarks.learning import penstock
 from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 CURRICULUM = ["data.curriculum.by=num_terms"]
-REFILLED = ["algorithm.drop_uniform_groups=true"]
+REFILLED = [
+    "algorithm=policy_gradient", "algorithm.advantage=grpo", "algorithm.group_size=8",
+    "algorithm.drop_uniform_groups=true",
+]  # fmt: skip
 SIDES = {
     "uniform": [], "curriculum": CURRICULUM,
     "uniform, refilled": REFILLED, "curriculum, refilled": [*CURRICULUM, *REFILLED],
