@@ -100,8 +100,7 @@ def candidates(
     """All ways that are worth an estimate. `shapes`: of the policy, and of scorers by their models' names."""
     shape = shapes["policy"]
     scorers = {
-        stage.name: shapes.get(str(stage.model), shape).num_parameters / shape.num_parameters
-        for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores"))
+        stage.name: shapes.get(str(stage.model), shape).num_parameters / shape.num_parameters for stage in flow.scorers
     }
     for own in cluster:
         yield from _apart(base, shape, cluster, own, scorers)

@@ -281,6 +281,11 @@ class Dataflow:
     def of_kind(self, kind: str) -> list[Stage]:
         return [stage for stage in self.stages if stage.kind == kind]
 
+    @property
+    def scorers(self) -> list[Stage]:
+        """Stages that a model of their own computes: first those of log-probabilities, then those of scores."""
+        return [*self.of_kind("logprobs"), *self.of_kind("scores")]
+
     def check(self) -> "Dataflow":
         """Raise `DataflowError` (stage, column, and what would mend it) unless the graph can run; return it.
 

@@ -57,18 +57,23 @@ def resolve(config: RunConfig, flow: Dataflow | None = None) -> ResolvedRun:
         load_file(Path(file), "imports")
     validate(own)
     graph = dataflow_of(own, flow)
+    check_scorer_ranks(own, graph)
     resolve_policies(own, graph)
     return ResolvedRun(own, graph, plan_actors(graph, own))
+
+
+def check_scorer_ranks(config: RunConfig, flow: Dataflow) -> None:
+    """Raise `ConfigError` if a number of ranks is given for a scorer that the dataflow lacks."""
+    scorers = [stage.name for stage in flow.scorers]
+    if unknown := next((name for name in config.trainer.scorer_ranks if name not in scorers), None):
+        known = suggest(unknown, scorers) if scorers else ": it has none. Leave the key out."
+        raise ConfigError(f"trainer.scorer_ranks.{unknown}: the dataflow has no such scorer{known}")
 
 
 def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
     """Write the policies of a dataflow that trains several into the configuration, in its order. Raises `ConfigError`
     for others that it names, and for a configuration in which there can be one policy alone."""
     names, trainer = flow.policies, config.trainer
-    scorers = [stage.name for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores"))]
-    if unknown := next((name for name in trainer.scorer_ranks if name not in scorers), None):
-        known = suggest(unknown, scorers) if scorers else ": it has none. Leave the key out."
-        raise ConfigError(f"trainer.scorer_ranks.{unknown}: the dataflow has no such scorer{known}")
     policy, is_by_policy, _ = config.checkpoint.best_metric.partition("/heldout_reward/")
     if config.checkpoint.keep_best and is_by_policy and (len(names) < 2 or policy not in names):
         raise ConfigError(

@@ -140,7 +140,7 @@ class RunMemory:
             ranks[name] = rank_memory(replace(policy_setting(self.config, shape), copied_bytes=copied_bytes))
         if any(stage.kind in ("values", "critic") for stage in self.flow.stages):
             ranks["critic"] = rank_memory(replace(setting, is_scalar=True))
-        for stage in (*self.flow.of_kind("logprobs"), *self.flow.of_kind("scores")):
+        for stage in self.flow.scorers:
             same = self.shapes["policy"] if stage.model == "reference" else None
             scored_by = self.shapes.get(str(stage.model), same)
             if scored_by is not None:

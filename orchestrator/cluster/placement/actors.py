@@ -56,7 +56,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     """Every actor of the run, in the order in which they are created."""
     cpus = config.cluster.cpus_per_worker
     trainer, rank_gpus = config.trainer, config.trainer.num_gpus_per_rank
-    scorers, scorer_gpus = [*flow.of_kind("logprobs"), *flow.of_kind("scores")], rank_gpus
+    scorers, scorer_gpus = flow.scorers, rank_gpus
     actors = [ActorPlan(STORE, "store"), ActorPlan("Prompts", "prompts", stage="source")]
     samples = bool(flow.of_kind("rollout") or config.evaluation.every_steps)
     if samples:
