@@ -71,11 +71,11 @@ class Precision:
     """Bytes of an element of what an engine holds, scales included."""
 
     computed: float = 2.0
-    """Of hidden states, embedding and output layer."""
+    """Bytes in hidden states, embedding and output layer."""
     linear: float = 2.0
     experts: float = 2.0
     cache: float = 2.0
-    """Of keys and values."""
+    """Bytes in keys and values."""
     is_eight_bit: bool = False
     """True if products are of 8 bits, where a GPU has them."""
 

@@ -161,7 +161,7 @@ def show_rounds(rounds: Sequence[dict[str, Any]]) -> None:
 
 
 def _divided(rounds: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows that are held out, and the others."""
+    """Split rows into those that are held out and those that factors are fitted to."""
     return [one for one in rounds if HELD_OUT in one], [one for one in rounds if HELD_OUT not in one]
 
 

@@ -69,7 +69,7 @@ class Durations:
     rank: RankCosts
     scored: int
     stages: int = 1
-    """Of a pipeline."""
+    """Number of stages of a rank's pipeline."""
     transfer_s: float = 0.0
     """Seconds in which a token of a rank's rows goes from one node to experts on another, in all layers of a stage."""
 

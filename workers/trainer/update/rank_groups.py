@@ -23,10 +23,10 @@ class PassCost(NamedTuple):
     """Seconds of a pass, all its ranks together at work."""
 
     each: float
-    """Of any pass, however short."""
+    """Seconds that every pass takes, however short."""
     token: float
     square: float
-    """Of attention: of a row's tokens squared."""
+    """Seconds of attention for each token squared, by rows."""
 
     def at_least(self, alone: "PassCost", size: int) -> "PassCost":
         """The cost of a group of `size` ranks, or where that is more, what its ranks take `alone`."""
