@@ -78,9 +78,14 @@ class PolicyConfig:
     they are. 1: in every step."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Keys of trainer.optimizer with other values for this policy, such as {lr: 3e-4}."""
+    num_ranks: int = 0
+    """Ranks that train this policy alone, beside those of the others: of whole models, for each policy or for none, and
+    trainer.num_ranks is their sum. 0: all ranks train all policies, one after the other, so that none waits for another
+    policy's update."""
 
     def __post_init__(self) -> None:
         at_least("trainer.policies.<name>.every", self.every, 1)
+        at_least("trainer.policies.<name>.num_ranks", self.num_ranks, 0)
 
 
 @dataclass
@@ -417,9 +422,19 @@ class TrainerConfig:
         """Names of the policies that are whole models, of several; empty where they are adapters of one."""
         return tuple(self.policies) if len(self.policies) > 1 and not self.lora.rank else ()
 
+    @property
+    def policy_ranks(self) -> dict[str, range]:
+        """The ranks of each policy that has ranks of its own; empty where all ranks train all."""
+        found, first = dict[str, range](), 0
+        for name, policy in self.policies.items():
+            if policy.num_ranks:
+                found[name] = range(first, first := first + policy.num_ranks)
+        return found
+
     def of_policy(self, policy: str) -> "TrainerConfig":
         """Settings of the trainer of one of `own_models` alone."""
-        return replace(self, policies={policy: self.policies[policy]})
+        own = self.policies[policy]
+        return replace(self, policies={policy: replace(own, num_ranks=0)}, num_ranks=own.num_ranks or self.num_ranks)
 
     def every(self, policy: str) -> int:
         """See `PolicyConfig.every`; 1 for the only policy."""
@@ -475,6 +490,7 @@ class TrainerConfig:
         return replace(
             self,
             engine=TrainerConfig.engine,
+            policies={name: replace(policy, num_ranks=0) for name, policy in self.policies.items()},
             num_ranks=1,
             num_scorer_ranks=0,
             scorer_ranks={},

@@ -19,7 +19,7 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
-from penstock.conf.trainer import PolicyConfig
+from penstock.conf.trainer import PolicyConfig, TrainerConfig
 from penstock.conf.weights import choose_transport
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.configuration.compose import load_config, make_paths_absolute
@@ -96,12 +96,14 @@ def resolve_policies(config: RunConfig, flow: Dataflow) -> None:
     }
     if trainer.own_models:
         _check_own_models(config, flow)
+        _check_own_ranks(trainer, flow)
         what = "whole models (trainer.lora.rank=0)"
     else:
         single = {
             "trainer.lora.publish=merged": not trainer.lora.publishes_adapter,
             f"rollout.engine={config.rollout.engine}": not config.rollout.capabilities.serves_adapters,
             **{f"model.paths.{name}": name in config.model.paths for name in names},
+            **{f"trainer.policies.{name}.num_ranks": name in trainer.policy_ranks for name in names},
             **single,
         }
         what = "adapters of one model (trainer.lora.rank above 0, trainer.lora.publish=adapter)"
@@ -142,6 +144,28 @@ def _check_own_models(config: RunConfig, flow: Dataflow) -> None:
                 f"{key}: the dataflow trains {' and '.join(names)}, which are whole models (trainer.lora.rank=0): "
                 f"{advice}, or make them adapters of one (trainer.lora.rank=16, trainer.lora.publish=adapter)."
             )
+
+
+def _check_own_ranks(trainer: TrainerConfig, flow: Dataflow) -> None:
+    """Refuse numbers of ranks of policies that do not make up all ranks, and what all ranks would have to compute
+    together. Raises `ConfigError`."""
+    if not (of_policies := trainer.policy_ranks):
+        return
+    numbers = ", ".join(f"{name} {len(of_policies.get(name, ()))}" for name in trainer.policies)
+    key = f"trainer.policies.<name>.num_ranks ({numbers})"
+    if missing := next((name for name in trainer.policies if name not in of_policies), None):
+        raise ConfigError(f"{key}: {missing} has none. Give each policy ranks of its own, or none of them.")
+    if (total := sum(map(len, of_policies.values()))) != trainer.num_ranks:
+        raise ConfigError(f"{key}: together {total}, and trainer.num_ranks={trainer.num_ranks}. Set that to {total}.")
+    if any(stage.kind in ("values", "critic") for stage in flow.in_trainer):
+        raise ConfigError(
+            f"{key}: the critic is trained by all ranks. Leave these keys out, or train without a critic."
+        )
+    for name in of_policies:
+        try:
+            trainer.of_policy(name)
+        except ConfigError as error:
+            raise ConfigError(f"trainer.policies.{name}.num_ranks={len(of_policies[name])}: {error}") from None
 
 
 planners: list[Callable[[ResolvedRun, Callable[[str], None]], ResolvedRun]] = []

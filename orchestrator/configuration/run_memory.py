@@ -40,7 +40,7 @@ from penstock.conf.checks import AUTO
 from penstock.conf.errors import ResourceError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.run import RunConfig
-from penstock.conf.trainer import DEFAULT_TOKENS, REMEMBERED_BYTES
+from penstock.conf.trainer import DEFAULT_TOKENS, REMEMBERED_BYTES, TrainerConfig
 from penstock.conf.weights import STREAMS, choose_transport, replaces_members, scorers_share_gpus, shares_gpus
 from penstock.orchestrator.cluster.placement.actors import ActorPlan
 from penstock.orchestrator.configuration.model_shape import ModelShape
@@ -136,8 +136,9 @@ class RunMemory:
         setting = policy_setting(self.config, self.shapes["policy"])
         ranks: dict[str, RankMemory] = {}
         for name, shape in self.policies.items():
-            copied_bytes = 0.0 if ranks else self._copied_bytes  # of all policies
-            ranks[name] = rank_memory(replace(policy_setting(self.config, shape), copied_bytes=copied_bytes))
+            alone = self._of_policy(name)
+            copied_bytes = 0.0 if ranks and alone is self else alone._copied_bytes  # of all that it trains
+            ranks[name] = rank_memory(replace(policy_setting(alone.config, shape), copied_bytes=copied_bytes))
         if any(stage.kind in ("values", "critic") for stage in self.flow.stages):
             ranks["critic"] = rank_memory(replace(setting, is_scalar=True))
         for stage in self.flow.scorers:
@@ -149,10 +150,22 @@ class RunMemory:
                 ranks[f"Scorer-{stage.name}"] = rank_memory(scorer)
         return ranks
 
+    def _of_policy(self, name: str) -> "RunMemory":
+        """The run of a policy that has ranks of its own, as if it was the only one; this run for others."""
+        if name not in self.config.trainer.policy_ranks:
+            return self
+        config = replace(self.config, trainer=self.config.trainer.of_policy(name))
+        return replace(self, config=config, shapes={**self.shapes, POLICY: self.policies[name]})
+
     @property
     def trained(self) -> list[RankMemory]:
-        """The models that one rank trains together."""
+        """The models that are trained."""
         return [self.ranks[name] for name in (*self.policies, "critic") if name in self.ranks]
+
+    @property
+    def _together(self) -> list[list[RankMemory]]:
+        """Those that one rank trains together: all, or where policies have ranks of their own, one on each."""
+        return [[one] for one in self.trained] if self.config.trainer.policy_ranks else [self.trained]
 
     @cached_property
     def engine(self) -> EngineMemory | None:
@@ -168,15 +181,16 @@ class RunMemory:
     def rank_bytes(self) -> float:
         """Peak of a trainer's rank: one of its models is trained, and the others keep what is theirs, the policy's copy
         among it."""
-        copy = self.trained[0].parts["publication"]
         return max(
-            one.total - one.parts["publication"] + copy + self.resident_bytes - one.resident for one in self.trained
+            one.total - one.parts["publication"] + models[0].parts["publication"] + _resident(models) - one.resident
+            for models in self._together
+            for one in models
         )
 
     @property
     def resident_bytes(self) -> float:
         """Bytes of a trainer's rank between two steps."""
-        return sum(one.resident for one in self.trained)
+        return max(map(_resident, self._together))
 
     @property
     def scorers(self) -> dict[str, RankMemory]:
@@ -191,8 +205,15 @@ class RunMemory:
         return sum(one.total for one in beside), PROCESS_BYTES * len(beside)
 
     @property
+    def offloaded_bytes(self) -> float:
+        """Bytes of a trainer's rank in the host's memory (`trainer.offload`)."""
+        return max(sum(one.on_host for one in models) for models in self._together)
+
+    @property
     def trained_bytes(self) -> float:
         """Bytes of a rank's master weights and moments: its part of a copy of the state."""
+        if self.config.trainer.policy_ranks:
+            return max(self._of_policy(name).trained_bytes for name in self.policies)
         return STATE_BYTES * sum(_trained(self)) / self.config.trainer.num_ranks
 
     def peaks(self) -> dict[str, float]:
@@ -327,6 +348,10 @@ class RunMemory:
         return {"ipc": 1, "nccl": 4, "nccl_m2n": 4}.get(choose_transport(self.config), 0) * bucket
 
 
+def _resident(models: Sequence[RankMemory]) -> float:
+    return sum(one.resident for one in models)
+
+
 def policy_setting(config: RunConfig, shape: ModelShape) -> RankSetting:
     """What the memory of a rank of the policy depends on. One micro-batch is as large as allowed, or as all rows of a
     rank where those are fewer."""
@@ -392,7 +417,7 @@ def host_parts(
     for name, one in memory.ranks.items():
         scorers = sum(actor.role == "scorer" and f"Scorer-{actor.stage}" == name for actor in actors)
         if not config.trainer.num_gpus_per_rank:
-            number = scorers if name.startswith("Scorer") else counts["trainer"]
+            number = scorers if name.startswith("Scorer") else _num_ranks(config.trainer, name, actors)
             parts.append(HostPart(f"{name}: all of its ranks", MEMORY, number * one.total, "trainer.num_ranks"))
         elif config.placement == "colocated":
             away = scorers * one.resident
@@ -415,6 +440,12 @@ def host_parts(
     return sorted((part for part in parts if part.num_bytes), key=lambda part: -part.num_bytes)
 
 
+def _num_ranks(trainer: TrainerConfig, model: str, actors: Sequence[ActorPlan]) -> int:
+    """Number of the ranks among actors that train a model."""
+    own = trainer.policy_ranks.get(model, range(trainer.num_ranks))
+    return sum(actor.role == "trainer" and actor.rank in own for actor in actors)
+
+
 def reserved_bytes(memory: RunMemory, actor: ActorPlan) -> float:
     """Bytes of host memory that an actor holds at its peak for sure, and shares with no other."""
     parts = host_parts(memory, [actor], is_own=False)
@@ -435,7 +466,7 @@ def _of_ranks(memory: RunMemory, num_ranks: int, num_nodes: int) -> list[HostPar
         parts.append(HostPart("buffers for weights from GPUs", PINNED, num_ranks * BUFFERS))
     if config.checkpoint.every_steps:
         parts.append(HostPart("copy that a checkpoint is written from", MEMORY, state, "checkpoint.every_steps=0"))
-    offloaded = num_ranks * sum(one.on_host for one in memory.trained)
+    offloaded = num_ranks * memory.offloaded_bytes
     parts.append(HostPart("weights and optimizer (trainer.offload)", PINNED, offloaded))
     waiting = num_ranks * max((one.activations_on_host for one in memory.trained), default=0.0)
     name, key = "activations (trainer.activation_offload), at most", "trainer.activation_offload=false"

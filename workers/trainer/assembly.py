@@ -131,7 +131,7 @@ def assemble_trainer(
     `ConfigError`."""
     trainer = _policy_trainer(spec, address)
     critic = _critic(spec, address)
-    ranks = trainer.ranks
+    ranks = trainer.all_ranks
     replay = None
     if spec.config.replay.share:
         place = ranks.data_rank, ranks.num_data_ranks
@@ -148,7 +148,7 @@ def assemble_trainer(
     if spec.memory_checkpoint_root is not None:
         memory_checkpoint = MemoryCheckpoint(state, trainer, spec.memory_checkpoint_root, is_saved=spec.is_saved)
     within = memory_checkpoint if not spec.keeps_beside else None
-    if ranks.block is not None and spec.max_staleness > 0 and spec.slot_rank is None:
+    if trainer.ranks.block is not None and spec.max_staleness > 0 and spec.slot_rank is None:
         costs = measured_costs(trainer)
         for one in trainers.values():
             one.split_by(costs)
@@ -168,6 +168,8 @@ def assemble_trainer(
     worker.probe_temperature = spec.temperature if spec.probes and ranks.rank == 0 else None
     worker.hash_of_weights = None if spec.publishes else trainer.hash_of_weights
     worker.every = {policy.name: spec.config.every(policy.name) for policy in spec.policies}
+    if spec.config.policy_ranks:
+        worker.own_ranks = {name: one.ranks for name, one in policies.items()}
     worker.after_step = spec.after_step
     return TrainerParts(trainer, state, memory_checkpoint, worker)
 

@@ -78,8 +78,8 @@ class MemoryCheckpoint:
     def __init__(self, state: TrainingState, trainer: PolicyTrainer, root: str, *, is_saved: bool = False) -> None:
         """`root`: the directory of all ranks of the trainer. `is_saved`: checkpoints are taken, too."""
         self._is_saved = is_saved
-        self._state, self._trainer, self._ranks = state, trainer, trainer.ranks
-        self.slots = Slots(root, trainer.ranks.rank)
+        self._state, self._trainer, self._ranks = state, trainer, trainer.all_ranks
+        self.slots = Slots(root, trainer.all_ranks.rank)
         config, device = trainer.config, trainer.ranks.device
         leaves = 0 < config.num_gpus_per_rank < 1 and not config.stays_on_device
         # From page-locked memory a rank comes back at the rate of the bus.

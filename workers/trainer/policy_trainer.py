@@ -150,6 +150,8 @@ class PolicyTrainer:
         self.keeps_caches = False
         """True if engines sample on from old caches under new weights (`rollout.on_update=keep`)."""
         self.ranks = ranks or Ranks.join(config)
+        self.all_ranks = self.ranks
+        """The ranks of all policies, some of which may have ranks of their own (`own_models.py`)."""
         self._temperature = temperature
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
@@ -585,7 +587,7 @@ class PolicyTrainer:
         self.ranks.leave()
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        return phase(name, self.ranks, lambda: self.engine.where)
+        return phase(name, self.all_ranks, lambda: self.engine.where)
 
     def _before_weights_change(self) -> None:
         for wait in self.before_weights_change:

@@ -173,7 +173,7 @@ def _gathered(piece: Piece, spans: Sequence[Span], owner: int, dtype: torch.dtyp
     values = piece.values.detach().to(device="cpu", dtype=dtype).contiguous()
     if ranks.rank != owner:
         if len(values):
-            dist.send(values, dst=owner)
+            dist.send(values, group=ranks.group, group_dst=owner)
         return None
     if len(values) == math.prod(piece.shape):
         return values
@@ -181,7 +181,7 @@ def _gathered(piece: Piece, spans: Sequence[Span], owner: int, dtype: torch.dtyp
     whole[piece.first : piece.first + len(values)] = values
     for rank, (first, count) in enumerate(spans):
         if count and rank != owner:
-            dist.recv(whole[first : first + count], src=rank)
+            dist.recv(whole[first : first + count], group=ranks.group, group_src=rank)
     return whole
 
 

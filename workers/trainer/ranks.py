@@ -54,6 +54,10 @@ class Ranks:
     block: dist.ProcessGroup | None = None
     """The process group of the ranks of this one's block that may split rows otherwise in each micro-batch
     (`trainer.sequence_parallel_size=auto`). None: all ranks of a block compute all of its rows."""
+    group: dist.ProcessGroup | None = None
+    """The process group of these ranks, where they are some of the process's. None: they are all of them."""
+    first: int = 0
+    """Number of their first rank among all."""
 
     @classmethod
     def join(cls, config: TrainerConfig, rank: int = 0, num_ranks: int = 1, address: str | None = None) -> "Ranks":
@@ -87,12 +91,29 @@ class Ranks:
                 f"trainer.num_ranks={num_ranks}, but this process is already one of {dist.get_world_size()} ranks. "
                 "Start each rank in a process of its own."
             )
-        ranks = cls(rank, num_ranks, device, owned, timeout, config.ranks_per_row)
-        if ranks.num_peers > 1:
-            ranks.data_ranks = ranks.process_group(ranks.num_peers, ranks.num_data_ranks)
-        if config.splits_by_length and config.sequence_ranks > 1:
-            ranks.block = ranks.process_group(config.tensor_parallel_size, config.sequence_ranks)
+        ranks = cls(rank, num_ranks, device, owned, timeout)
+        if config.policy_ranks:
+            ranks.num_peers = num_ranks  # all have the rows of a step, and those of each policy compute its own
+        else:
+            ranks._split_rows(config)
         return ranks
+
+    def part(self, members: range, config: TrainerConfig) -> "Ranks":
+        """Some of these ranks, this one among them, as the ranks of a trainer with this configuration. They outlive
+        it: leave the whole. Collective over the members."""
+        group = dist.new_group([*members], timeout=self.timeout, use_local_synchronization=True)
+        rank = self.rank - members.start
+        part = Ranks(rank, len(members), self.device, False, self.timeout, group=group, first=members.start)
+        part._split_rows(config)
+        return part
+
+    def _split_rows(self, config: TrainerConfig) -> None:
+        """Make the process groups of ranks that split the work on rows. Collective."""
+        self.num_peers = config.ranks_per_row
+        if self.num_peers > 1:
+            self.data_ranks = self.process_group(self.num_peers, self.num_data_ranks)
+        if config.splits_by_length and config.sequence_ranks > 1:
+            self.block = self.process_group(config.tensor_parallel_size, config.sequence_ranks)
 
     @property
     def data_rank(self) -> int:
@@ -119,15 +140,17 @@ class Ranks:
         mine = None
         for start in range(0, self.num_ranks, stride * size):
             for offset in range(start, start + stride):
-                ranks = list(range(offset, offset + stride * size, stride))
-                made = dist.new_group(ranks, timeout=self.timeout)
+                ranks = range(offset, offset + stride * size, stride)
+                members = [self.first + rank for rank in ranks]
+                is_part = self.group is not None
+                made = dist.new_group(members, timeout=self.timeout, use_local_synchronization=is_part)
                 mine = made if self.rank in ranks else mine
         assert mine is not None
         return mine
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a small picklable value of each data rank, in order of data rank. Collective."""
-        return _gather(value, self.num_data_ranks, self.data_ranks)
+        return _gather(value, self.num_data_ranks, self.data_ranks or self.group)
 
     def gather_block(self, value: Any) -> list[Any]:
         """Gather a small picklable value of each rank of the block that may have computed other rows than this one,
@@ -136,26 +159,27 @@ class Ranks:
 
     def gather_ranks(self, value: Any) -> list[Any]:
         """Gather a small picklable value of every rank, in order of rank. Collective."""
-        return _gather(value, self.num_ranks)
+        return _gather(value, self.num_ranks, self.group)
 
     def gather_first(self, values: list[Any]) -> list[Any]:
         """Gather the lists of every rank, one after the other, on rank 0; the others get an empty one. Collective."""
         if self.num_ranks == 1:
             return values
         lists: list[list[Any]] | None = [[]] * self.num_ranks if self.rank == 0 else None
-        dist.gather_object(values, lists)
+        dist.gather_object(values, lists, group=self.group, group_dst=0)
         return [value for some in lists or [] for value in some]
 
     def barrier(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait for all ranks. `group`: a process group of all of them, from `group_beside`."""
         if self.num_ranks > 1:
-            dist.barrier(group=group)
+            dist.barrier(group=group or self.group)
 
     def group_beside(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """Make a process group of all ranks for another thread: its collectives come between no others. `timeout`: of
         each; None: as of all others. None where there is one rank. Collective."""
         if self.num_ranks == 1:
             return None
+        assert self.group is None, "publications and checkpoints are of all ranks"
         return dist.new_group(backend="gloo", timeout=timeout or self.timeout)
 
     def leave(self) -> None:

@@ -303,7 +303,7 @@ class Trainer(_Rank):
         copies from now on, reported once. Raises `PartnerGone`, `DeadlineExceeded`."""
         self._epoch.check(epoch)
         checkpoint = self._parts.memory_checkpoint
-        with self._collective(f"copy of the state after step {step}", self._parts.trainer.ranks):
+        with self._collective(f"copy of the state after step {step}", self._parts.trainer.all_ranks):
             return checkpoint.finish(step) if checkpoint is not None else None
 
     def after_step(self) -> int | None:
@@ -330,7 +330,7 @@ class Trainer(_Rank):
         """Wait for what `begin_publishing` started; may run beside `step`. Raises `WeightError`, `DeadlineExceeded`,
         `PartnerGone`."""
         self._epoch.check(epoch)
-        with self._collective(f"publish version {version}", self._parts.trainer.ranks):
+        with self._collective(f"publish version {version}", self._parts.trainer.all_ranks):
             return self._parts.trainer.finish_publishing(version, SYNC_PHASES * self._spec.phase_timeout_s)
 
     def free_address(self) -> str:
@@ -401,7 +401,7 @@ class Trainer(_Rank):
         """Compute in the block with this rank's number of threads: torch keeps it for each calling thread, and Ray
         calls from several."""
         self._assembly.use_threads(self._num_threads)
-        return self._collective(name, self._parts.trainer.ranks)
+        return self._collective(name, self._parts.trainer.all_ranks)
 
     @property
     def _adapters(self) -> "SlotTrainer":

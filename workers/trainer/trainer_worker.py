@@ -17,6 +17,7 @@ Legend: _N rows (samples) of this rank.
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,13 +34,14 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import RowsLost, RowsUnreachable
 from penstock.workers.probing import ProbeRow
-from penstock.workers.protocols import Loss, Trainer, UpdateReport
+from penstock.workers.protocols import Trainer, UpdateReport
 from penstock.workers.runtime.serving import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.probe import ProbeRecorder
 from penstock.workers.trainer.row_hashes import hash_of_norms, row_hashes
 from penstock.workers.trainer.step_report import StepReport, TokenValues, TrainedRows
 from penstock.workers.trainer.token_recorder import TokenRecorder, with_places
+from penstock.workers.trainer.update.minibatches import share_of_rank
 
 PAUSE_S = 1.0
 """Seconds before a round is asked for again whose rows lie on a node that does not answer."""
@@ -176,13 +178,23 @@ class RowsUpdate:
     probe: tuple[ProbeRow, ...] = ()
 
     @classmethod
-    def joined(cls, parts: Mapping[str, "RowsUpdate"], num_left_out: Mapping[str, int]) -> "RowsUpdate":
-        """The updates of several policies, by name. `num_left_out`: rows of each that were left out."""
+    def of_ranks(cls, parts: Sequence["RowsUpdate"]) -> "RowsUpdate":
+        """The update of one policy, of which each rank has its share of the rows."""
+        tokens = [one.tokens for one in parts if one.tokens is not None]
+        return replace(parts[0], tokens=TokenValues.joined(tokens) if tokens else None)
+
+    @classmethod
+    def joined(
+        cls, parts: Mapping[str, "RowsUpdate"], num_left_out: Mapping[str, int], *, side_by_side: bool = False
+    ) -> "RowsUpdate":
+        """The updates of several policies, by name, one after the other or by ranks side by side. `num_left_out`: rows
+        of each that were left out."""
         reports = {name: one.report for name, one in parts.items()}
         metrics = metrics_by_policy({name: one.metrics for name, one in reports.items()})
         metrics |= {f"{name}/rows_left_out": float(count) for name, count in num_left_out.items()}
         phases = dict.fromkeys(phase for one in reports.values() for phase in one.seconds)
-        seconds = {phase: sum(one.seconds.get(phase, 0.0) for one in reports.values()) for phase in phases}
+        total = max if side_by_side else sum
+        seconds = {phase: total(one.seconds.get(phase, 0.0) for one in reports.values()) for phase in phases}
         norms = [norm for one in reports.values() for norm in one.norms]
         tokens = [one.tokens for one in parts.values() if one.tokens is not None]
         probe = [replace(row, policy=name) for name, one in parts.items() for row in one.probe]
@@ -241,6 +253,9 @@ class TrainerWorker:
         self._ranks, self._reports_rows = ranks, ranks.reports_rows
         self.every: Mapping[str, int] = {}
         """Of several policies those that do not learn in every step: the divisor of steps that they learn in."""
+        self.own_ranks: Mapping[str, Peers] = {}
+        """Where each of several policies has ranks of its own: those of the policy that this rank trains. Empty: all
+        ranks train all."""
         self.probe_temperature: float | None = None
         """Sampling temperature of rows that steps report for engines to score again; None: they report none."""
         self.hash_of_weights: Callable[[], int] | None = None
@@ -277,7 +292,8 @@ class TrainerWorker:
         assert store is not None
         self.check_state(step - 1)
         self._tokens = (0, None)
-        records = records_tokens and (self._reports_rows or self._ranks.computes_for_others)
+        computes_for_others = self._ranks.computes_for_others or bool(self.own_ranks)
+        records = records_tokens and (self._reports_rows or computes_for_others)
         started = time.perf_counter()
         with self._phases.within(WAITING):
             lease = self._rounds.take(store, step - 1)  # rounds are from 0
@@ -335,7 +351,7 @@ class TrainerWorker:
     def _update(self, step: int, rows: Rows, version: int, lengths: list[int] | None, num_leased: int) -> RowsUpdate:
         """Update the policy, or each of several that learns in this step, by its own rows. Collective."""
         if len(self._policies) == 1:
-            return self._update_one(self._trainer, self._policies[0].loss, rows, version, lengths, num_leased)
+            return self._update_one(self._trainer, self._policies[0], rows, version, lengths, num_leased)
         names = rows.strings(POLICY) if len(rows) else []
         places = {each.name: [at for at, name in enumerate(names) if name == each.name] for each in self._policies}
         own_counts = [len(own) if self._reports_rows else 0 for own in places.values()]
@@ -344,30 +360,49 @@ class TrainerWorker:
         for policy, count in zip(self._policies, counts, strict=True):
             is_left_out = step % self.every.get(policy.name, 1) != 0
             num_left_out[policy.name] = count if is_left_out else 0
-            if count and not is_left_out:
-                own = places[policy.name]
+            is_elsewhere = bool(self.own_ranks) and policy.name not in self.own_ranks
+            if count and not is_left_out and not is_elsewhere:
+                own = self._share(rows, places[policy.name], policy)
                 own_lengths = [lengths[at] for at in own] if lengths is not None else None
                 with self._trainer.using(policy.name) as trainer:
                     updates[policy.name] = self._update_one(
-                        trainer, policy.loss, rows.select(own), version, own_lengths, len(own)
+                        trainer, policy, rows.select(own), version, own_lengths, len(own)
                     )
-        return RowsUpdate.joined(updates, num_left_out)
+        if self.own_ranks:
+            updates = self._of_all_ranks(updates)
+        return RowsUpdate.joined(updates, num_left_out, side_by_side=bool(self.own_ranks))
+
+    def _share(self, rows: Rows, places: list[int], policy: TrainedPolicy) -> list[int]:
+        """The places of the rows of a policy that this rank computes: all that it has, or where all of the policy's
+        ranks have the same ones, a share."""
+        if (ranks := self.own_ranks.get(policy.name)) is None:
+            return places
+        share = share_of_rank(rows.select(places), policy.loss, ranks.data_rank, ranks.num_data_ranks)
+        return [places[at] for at in share]
+
+    def _of_all_ranks(self, updates: Mapping[str, RowsUpdate]) -> dict[str, RowsUpdate]:
+        """The updates of all policies, each by ranks of its own. Collective."""
+        parts: dict[str, list[RowsUpdate]] = defaultdict(list)
+        for of_rank in self._ranks.gather_ranks(dict(updates)):
+            for name, update in of_rank.items():
+                parts[name].append(update)
+        return {each.name: RowsUpdate.of_ranks(parts[each.name]) for each in self._policies if each.name in parts}
 
     def _update_one(
-        self, trainer: Trainer, loss: Loss, rows: Rows, version: int, lengths: list[int] | None, num_leased: int
-    ) -> RowsUpdate:
+        self, trainer: Trainer, policy: TrainedPolicy, rows: Rows, version: int, lengths: list[int] | None,
+        num_leased: int,
+    ) -> RowsUpdate:  # fmt: skip
         """`lengths`: tokens of each row of this step as it was sampled, where token values are recorded. `num_leased`:
         rows of this step; those after them are of earlier ones."""
         recorder = TokenRecorder() if lengths is not None else None
         probe = None
         if self.probe_temperature is not None and num_leased:
             probe = ProbeRecorder(rows.select(range(num_leased)), recorder, self.probe_temperature)
-        report = trainer.update(rows, loss, probe or recorder, version)
-        return RowsUpdate(
-            report,
-            recorder.values(rows, lengths, self._ranks.gather_block) if recorder and lengths is not None else None,
-            probe.rows(rows) if probe is not None else (),
-        )
+        report = trainer.update(rows, policy.loss, probe or recorder, version)
+        tokens, ranks = None, self.own_ranks.get(policy.name, self._ranks)
+        if recorder and lengths is not None:
+            tokens = recorder.values(rows, lengths, ranks.gather_block)
+        return RowsUpdate(report, tokens if ranks.reports_rows else None, probe.rows(rows) if probe is not None else ())
 
     def _prepare(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
         """The rows with what stages of the trainer add, and these stages' metrics."""

@@ -39,7 +39,7 @@ class TrainingState:
         self._preparation = preparation
         self.trainers = dict(trainers)
         """The trainers by name."""
-        self._ranks = next(iter(self.trainers.values())).ranks
+        self._ranks = next(iter(self.trainers.values())).all_ranks
         self.saver = Saver(self._ranks, timeout_s)
         for trainer in self.trainers.values():
             trainer.before_weights_change.append(self.saver.wait_until_copied)
@@ -92,8 +92,9 @@ class TrainingState:
     def pieces(self) -> Iterator[Piece]:
         """Pieces for a checkpoint: each element from one rank."""
         yield from self._of_engines()
-        for piece in _of_counters(self._counters()):
-            yield piece if self._ranks.rank == 0 else replace(piece, values=piece.values[:0])
+        for name, trainer in self.trainers.items():
+            for piece in _of_counters({name: trainer.counters}):
+                yield piece if trainer.ranks.rank == 0 else replace(piece, values=piece.values[:0])
         yield self._random()
 
     @property

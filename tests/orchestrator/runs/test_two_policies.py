@@ -33,9 +33,13 @@ KINDS = {
         "trainer.policies.proposer.optimizer={lr: 3e-2}",
     ),
     "models": ("trainer.optimizer.lr=1e-3", "trainer.policies.proposer.optimizer={lr: 3e-3}"),
+    "ranks": (
+        "trainer.optimizer.lr=1e-3", "trainer.policies.proposer.optimizer={lr: 3e-3}", "trainer.num_ranks=2",
+        "trainer.policies.solver.num_ranks=1", "trainer.policies.proposer.num_ranks=1",
+    ),
 }  # fmt: skip
-"""Words of a run whose policies are adapters of one model, or whole models."""
-FILES = {"adapters": "adapter/adapter_model.safetensors", "models": "model.safetensors"}
+"""Words of a run whose policies are adapters of one model, whole models, or whole models with ranks of their own."""
+FILES = dict.fromkeys(KINDS, "model.safetensors") | {"adapters": "adapter/adapter_model.safetensors"}
 """File of what is trained of a policy, in its export."""
 
 
@@ -89,15 +93,16 @@ class Game:
 def games(model_path: str, smaller_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Game]:
     threads = torch.get_num_threads()
     games = {kind: Game(kind, [f"model.path={model_path}", *words]) for kind, words in KINDS.items()}
-    games["models"].words.append(f"model.paths.proposer={smaller_path}")
+    models, ranks = games["models"], games["ranks"]
+    models.words.append(f"model.paths.proposer={smaller_path}")
     for policy, path in {"solver": model_path, "proposer": smaller_path}.items():
-        games["models"].start[policy] = {
-            name: one.numpy() for name, one in load_file(f"{path}/model.safetensors").items()
-        }
+        models.start[policy] = {name: one.numpy() for name, one in load_file(f"{path}/model.safetensors").items()}
+    ranks.words.append(models.words[-1])
     try:
-        for game in games.values():
+        for game in (games["adapters"], models):
             config = resolve(game.settings(tmp_path_factory.mktemp("lines")), both(SIZE)).config
             game.expected = reference_loop.train_two(config, model_path)
+        ranks.expected, ranks.start = models.expected, models.start
     finally:
         torch.set_num_threads(threads)
     return games
@@ -121,7 +126,7 @@ def test_two_policies_are_two_straight_lines_bit_for_bit(tmp_path: Path, cluster
     assert all(line["mismatch/logprob_abs_max"] < 1e-4 for line in lines)
     left_out = [line["proposer/rows_left_out"] for line in lines]
     assert left_out == [GROUPS * SIZE if step % 2 else 0.0 for step in range(1, STEPS + 1)]
-    rate = {"adapters": 1e-2, "models": 1e-3}[game.kind]
+    rate = 1e-2 if game.kind == "adapters" else 1e-3
     assert all("solver/pg_loss" in line and line["solver/lr"] == pytest.approx(rate) for line in lines)
     assert ["proposer/lr" in line for line in lines] == [step % 2 == 0 for step in range(1, STEPS + 1)]
     said = [row["policy"] for row in samples_of(result.directory, 2)]
@@ -133,6 +138,7 @@ def test_two_policies_are_two_straight_lines_bit_for_bit(tmp_path: Path, cluster
     [
         ("adapters", "Rollout-1"), ("adapters", "Trainer-policies-0"), ("adapters", "Environment-0"),
         ("models", "Rollout-0"), ("models", "Rollout-1"), ("models", "Trainer-policies-0"),
+        ("ranks", "Trainer-policies-0"), ("ranks", "Trainer-policies-1"),
     ],
 )  # fmt: skip
 def test_a_death_changes_nothing(tmp_path: Path, cluster: str, games: dict[str, Game], kind: str, name: str) -> None:

@@ -265,7 +265,7 @@ class FsdpEngine:
         else:  # what is not split is on T ranks, and counts once
             square = nn.utils.get_total_norm(self._local_gradients(split=True)).square()
             square += nn.utils.get_total_norm(self._local_gradients(split=False)).square() / self.tensor.size
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.ranks.group)
         return (square / self.mesh.num_copies).sqrt()
 
     # What lies where

@@ -39,13 +39,14 @@ class RankMesh:
         """The ranks of `parts` as a mesh."""
         kind = ranks.device.type
         if self.num_copies == self.num_parts == 1:
-            self.fsdp = init_device_mesh(kind, (ranks.num_ranks,))
+            own = ranks.group
+            self.fsdp = DeviceMesh.from_group(own, kind) if own else init_device_mesh(kind, (ranks.num_ranks,))
             return
         strides = {COPIES: block, SHARDS: self.num_parts, TENSOR: 1}
         sizes = {COPIES: self.num_copies, SHARDS: self.num_shards, TENSOR: self.num_parts}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == SHARDS}
         groups = {name: ranks.process_group(strides[name], size) for name, size in sizes.items()}
-        layout = torch.arange(ranks.num_ranks).view(*sizes.values())
+        layout = torch.arange(ranks.first, ranks.first + ranks.num_ranks).view(*sizes.values())
         mesh = DeviceMesh.from_group(list(groups.values()), kind, mesh=layout, mesh_dim_names=tuple(sizes))
         self.fsdp = mesh[COPIES, SHARDS] if COPIES in sizes else mesh[SHARDS]
         """The mesh that FSDP2 works over: shards, or copies and shards."""

@@ -25,14 +25,14 @@ from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER
 from penstock.conf.errors import DataflowError, suggest
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.store.ledger.batches import pays_to_share
+from penstock.store.ledger.batches import GroupLoad, pays_to_share, spread
 from penstock.workers.protocols import Loss
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
 from penstock.workers.trainer.update.batching import MicroBatch, plan_packed
 from penstock.workers.trainer.update.picture_places import PictureReader, picture_weights
 from penstock.workers.trainer.update.rank_groups import PassCosts, group_at, plan_passes
-from penstock.workers.trainer.update.sequences import Shapes, sequences_of
+from penstock.workers.trainer.update.sequences import Shapes, sequences_of, shapes_of
 from penstock.workers.trainer.update.token_layout import shared_prefixes
 
 
@@ -100,6 +100,17 @@ class LossSignature:
             )
         arguments = {name: available[name] for name in self.provided}
         return self.loss(**arguments, **{name: batch.columns[name] for name in self.columns if name != CANDIDATES})
+
+
+def share_of_rank(rows: Rows, loss: Loss, rank: int, num_ranks: int) -> list[int]:
+    """Positions of the rows that a rank computes, where all ranks have all rows: balanced by what they cost, in whole
+    groups where the loss compares their samples. Raises as `LossSignature.of` does."""
+    order = np.argsort(rows.group_ids, kind="stable")
+    ends = np.flatnonzero(np.diff(rows.group_ids[order])) + 1
+    loads = [GroupLoad(0, own.tolist()) for own in np.split(shapes_of(rows).num_tokens[order], ends)]
+    is_whole = LossSignature.of(loss, rows.names).takes_groups
+    share = spread(loads, num_ranks, whole_groups=is_whole)[rank]
+    return sorted(order[share].tolist())
 
 
 @dataclass(frozen=True)
