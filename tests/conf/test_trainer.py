@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, TrainerConfig
+from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, PolicyConfig, TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,16 @@ def test_one_rank_can_read_what_ranks_of_any_kind_trained(options):
     alone = TrainerConfig(num_ranks=4, lora=LoraConfig(rank=0 if "engine" in options else 4), **options).alone()
     assert (alone.num_ranks, alone.ranks_per_row, alone.num_gpus_per_rank) == (1, 1, 0)
     assert alone.lora.rank == (0 if "engine" in options else 4)
+
+
+def test_policies_have_ranks_of_their_own_one_after_the_other():
+    policies = {"solver": PolicyConfig(num_ranks=4), "proposer": PolicyConfig(num_ranks=2)}
+    config = TrainerConfig(num_ranks=6, shard_size=2, policies=policies)
+    assert config.policy_ranks == {"solver": range(4), "proposer": range(4, 6)}
+    solver = config.of_policy("solver")
+    assert (solver.num_ranks, solver.policy_ranks, solver.num_shares) == (4, {}, 4)
+    assert config.alone().policy_ranks == {}
+    assert TrainerConfig(policies={"solver": PolicyConfig(), "proposer": PolicyConfig()}).policy_ranks == {}
 
 
 def test_by_default_each_rank_has_rows_of_its_own():

@@ -194,6 +194,7 @@ def test_the_only_policy_has_the_trainers_settings_alone():
             "model.paths.solver: the dataflow trains solver and proposer, which are adapters",
         ),
         (["trainer.compile=true"], "trainer.compile=true: the dataflow trains"),
+        (["trainer.policies.solver.num_ranks=1"], "trainer.policies.solver.num_ranks: .* are adapters"),
         (
             [*BEST, "checkpoint.best_metric=propser/heldout_reward/heldout"],
             "names no policy 'propser' beside another; did you mean 'proposer'",
@@ -210,6 +211,9 @@ MODELS = (
     "environment.name=recipes/guess/game.py:Guess", "model.path=somewhere", "data.source=environment",
     "algorithm.name=grpo", "rollout.engine=hf", "model.paths.proposer=elsewhere",
 )  # fmt: skip
+
+
+OWN_RANKS = ("trainer.policies.solver.num_ranks=2", "trainer.policies.proposer.num_ranks=1")
 
 
 def test_engines_are_dealt_to_policies_that_are_whole_models():
@@ -245,11 +249,26 @@ def test_whole_models_are_not_evaluated_beside_training():
         (["rollout.max_pictures=1"], "rollout.max_pictures=1: .* they read text"),
         (["rollout.router_replay=true"], "rollout.router_replay=true: .* set it to false"),
         (["trainer.compile=true"], "trainer.compile=true: .* are whole models"),
+        (["trainer.policies.solver.num_ranks=1"], r"\(solver 1, proposer 0\): proposer has none"),
+        ([*OWN_RANKS, "trainer.num_ranks=2"], r"together 3, and trainer.num_ranks=2\. Set that to 3"),
+        (
+            [*OWN_RANKS, "trainer.num_ranks=3", "trainer.shard_size=3"],
+            r"trainer.policies.solver.num_ranks=2: trainer.shard_size=3",
+        ),
     ],
 )
 def test_what_whole_models_cannot_have_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         resolve(load_config([*MODELS, "rollout.num_workers=2", *change]), two())
+
+
+def test_ranks_of_their_own_train_no_critic():
+    words = [*MODELS, "rollout.num_workers=2", *OWN_RANKS, "trainer.num_ranks=3"]
+    assert resolve(load_config(words), two()).config.trainer.policy_ranks["proposer"] == range(2, 3)
+    flow = two()
+    flow.values()
+    with pytest.raises(ConfigError, match="the critic is trained by all ranks"):
+        resolve(load_config(words), flow)
 
 
 def test_a_reference_for_models_that_start_apart_has_to_be_named():

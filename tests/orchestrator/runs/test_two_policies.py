@@ -25,6 +25,8 @@ from tests.run_files import events_of, metrics_of, samples_of
 
 pytestmark = pytest.mark.real
 
+ALL_RANKS = "Trainer-policies-0 to Trainer-policies-1"
+"""Name by which ranks are started anew: where one dies, the others cannot go on without it."""
 GAME = Path(__file__).parent / "duel.py"
 STEPS, GROUPS, SIZE = 5, 4, 4
 KINDS = {
@@ -148,7 +150,7 @@ def test_a_death_changes_nothing(tmp_path: Path, cluster: str, games: dict[str, 
     )
     assert game.different(result) == []
     recovered = [event["member"] for event in events_of(result.directory) if event["kind"] == "recovered"]
-    assert recovered == [name]
+    assert recovered == [ALL_RANKS if kind == "ranks" and name in ALL_RANKS else name]
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(tmp_path: Path, cluster: str, game: Game) -> None:
@@ -175,3 +177,24 @@ def test_an_asynchronous_run_keeps_the_bound(tmp_path: Path, cluster: str, game:
     assert len(lines) == 8
     assert max(line["staleness/max"] for line in lines) in (1.0, 2.0)
     assert not any(line.get("dropped/stale") for line in lines)
+
+
+def test_ranks_of_a_policy_share_its_rows(tmp_path: Path, cluster: str, games: dict[str, Game]) -> None:
+    """One step from the same weights: two ranks of the solver and one of the proposer make what one rank of both
+    makes, but for rounding, and report each token."""
+    own = ["trainer.num_ranks=3", "trainer.policies.solver.num_ranks=2", "trainer.policies.proposer.num_ranks=1"]
+    common = ["trainer.max_steps=1", "trainer.policies.proposer.every=1", "tracking.samples_every_steps=1"]
+    one = run(games["models"].settings(tmp_path, "name=one", *common), both(SIZE), quiet=True)
+    three = run(games["models"].settings(tmp_path, "name=three", *common, *own), both(SIZE), quiet=True)
+    for policy, rate in {"solver": 1e-3, "proposer": 3e-3}.items():
+        expected, found = (load_file(each.model / policy / "model.safetensors") for each in (one, three))
+        assert found.keys() == expected.keys()
+        assert max(float((found[name] - expected[name]).abs().max()) for name in found) < 0.05 * rate
+    (line,), (other,) = metrics_of(one.directory), metrics_of(three.directory)
+    for name in ("solver/pg_loss", "proposer/pg_loss", "solver/grad_norm", "proposer/entropy"):
+        assert other[name] == pytest.approx(line[name], rel=1e-4, abs=1e-6)
+    rows, of_three = samples_of(one.directory, 1), samples_of(three.directory, 1)
+    assert [row["response_ids"] for row in of_three] == [row["response_ids"] for row in rows]
+    assert [row["loss_mask"] for row in of_three] == [row["loss_mask"] for row in rows]
+    for row, other_row in zip(rows, of_three, strict=True):
+        assert other_row["trainer_logprobs"] == pytest.approx(row["trainer_logprobs"], abs=1e-4)

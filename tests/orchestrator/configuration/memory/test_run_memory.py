@@ -28,6 +28,7 @@ from penstock.orchestrator.configuration.run_memory import (
     RunMemory,
     engine_memory,
     host_parts,
+    reserved_bytes,
 )
 from penstock.orchestrator.configuration.validate import show_memory
 from tests.orchestrator.configuration.memory import shapes
@@ -206,6 +207,28 @@ def test_each_further_policy_that_is_a_whole_model_is_a_model_more(view: Callabl
     assert one.engine is not None
     assert two.engine is not None
     assert two.engine.weights == 2 * large  # the largest
+
+
+def test_ranks_of_its_own_have_a_policy_alone_as_if_there_was_no_other(view: Callable[..., MemoryView]) -> None:
+    shown = view(SMALL, "trainer.num_ranks=3", "trainer.num_gpus_per_rank=0", "rollout.num_gpus_per_worker=0")
+    one = memory_of(shown)
+    policies = {"a": PolicyConfig(num_ranks=1), "b": PolicyConfig(num_ranks=2)}
+    config = replace(one.config, trainer=replace(one.config.trainer, policies=policies))
+    both = replace(one, config=config, shapes={**one.shapes, "b": shape_of(LARGE)})
+    alone = {}
+    for name, num_ranks in {"a": 1, "b": 2}.items():
+        trainer = replace(one.config.trainer, num_ranks=num_ranks)
+        shape = both.policies[name]
+        alone[name] = replace(one, config=replace(one.config, trainer=trainer), shapes={"policy": shape})
+        assert both.ranks[name] == alone[name].ranks["policy"]
+    assert both.rank_bytes == alone["b"].rank_bytes
+    assert both.resident_bytes == alone["b"].resident_bytes
+    assert both.trained_bytes == alone["b"].trained_bytes
+    parts = {part.name: part.num_bytes for part in host_parts(both, shown.plan)}
+    assert parts["a: all of its ranks"] == both.ranks["a"].total
+    assert parts["b: all of its ranks"] == 2 * both.ranks["b"].total
+    (first, *_, last) = [actor for actor in shown.plan if actor.role == "trainer"]
+    assert reserved_bytes(both, last) > 2 * reserved_bytes(both, first)
 
 
 def test_activations_that_wait_on_the_host_are_its_and_layers_are_recomputed(view: Callable[..., MemoryView]) -> None:

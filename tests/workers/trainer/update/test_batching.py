@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update import batching
+from penstock.workers.trainer.update.minibatches import share_of_rank
 from tests.amounts import amount
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
@@ -241,3 +242,22 @@ def test_rows_with_different_numbers_of_targets_are_scored_one_by_one() -> None:
     batch = batching.collate(rows, np.arange(2))
     assert batch.scored.tolist() == [1, 2, 3, 4, 5]
     assert batch.places.tolist() == batch.positions_N.tolist()
+
+
+@given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), max_size=8), st.integers(1, 4), st.booleans())
+def test_each_row_is_computed_by_one_of_the_ranks_that_have_it(
+    groups: list[list[int]], num_ranks: int, compares: bool
+) -> None:
+    def loss(logprobs: object, group_ids: object) -> None: ...
+
+    def plain(logprobs: object) -> None: ...
+
+    lengths = [length for own in groups for length in own]
+    ids = np.repeat(np.arange(len(groups)), [len(own) for own in groups])[::-1]
+    columns = {"prompt_ids": [[1]] * len(lengths), "response_ids": [[2] * length for length in lengths]}
+    rows = Rows.from_lists(columns, ids.tolist())
+    shares = [share_of_rank(rows, loss if compares else plain, rank, num_ranks) for rank in range(num_ranks)]
+    assert sorted(at for share in shares for at in share) == list(range(len(lengths)))
+    if compares:
+        owners = [{ids[at] for at in share} for share in shares]
+        assert sum(map(len, owners)) == len(groups)
