@@ -179,6 +179,11 @@ def test_an_asynchronous_run_keeps_the_bound(tmp_path: Path, cluster: str, game:
     assert not any(line.get("dropped/stale") for line in lines)
 
 
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights of a model, whose ranks write a file each."""
+    return {name: one for file in directory.glob("*.safetensors") for name, one in load_file(file).items()}
+
+
 def test_ranks_of_a_policy_share_its_rows(tmp_path: Path, cluster: str, games: dict[str, Game]) -> None:
     """One step from the same weights: two ranks of the solver and one of the proposer make what one rank of both
     makes, but for rounding, and report each token."""
@@ -187,7 +192,7 @@ def test_ranks_of_a_policy_share_its_rows(tmp_path: Path, cluster: str, games: d
     one = run(games["models"].settings(tmp_path, "name=one", *common), both(SIZE), quiet=True)
     three = run(games["models"].settings(tmp_path, "name=three", *common, *own), both(SIZE), quiet=True)
     for policy, rate in {"solver": 1e-3, "proposer": 3e-3}.items():
-        expected, found = (load_file(each.model / policy / "model.safetensors") for each in (one, three))
+        expected, found = (tensors_in(each.model / policy) for each in (one, three))
         assert found.keys() == expected.keys()
         assert max(float((found[name] - expected[name]).abs().max()) for name in found) < 0.05 * rate
     (line,), (other,) = metrics_of(one.directory), metrics_of(three.directory)
