@@ -53,6 +53,7 @@ def _measured(written: str) -> ModelShape | None:
         for dtype in DTYPES:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 lm = _made(json.loads(written), dtype)
+                _shape(lm, kept)  # what lacks attention by heads need not run
                 with suppress(Exception), _quiet():  # code of any model
                     kept[dtype] = _kept(lm)
         return _shape(lm, kept)
