@@ -111,8 +111,9 @@ def _apart(
     base: RunConfig, shape: ModelShape, cluster: Sequence[Nodes], own: Nodes, scorers: Mapping[str, float]
 ) -> Iterator[Candidate]:
     """Engines, ranks and scorers on GPUs of their own. `own`: the nodes of ranks and scorers."""
-    even = own.num_gpus // (1 + len(scorers))
-    for num_ranks in sorted({*_numbers(own.num_gpus - len(scorers), own.gpus), *_numbers(even, own.gpus)}):
+    even, least = own.num_gpus // (1 + len(scorers)), max(1, len(base.trainer.own_models))
+    numbers = {*_numbers(own.num_gpus - len(scorers), own.gpus), *_numbers(even, own.gpus)}
+    for num_ranks in sorted(_given_ranks(base) or numbers):
         ways = [
             (split, scoring) for split in _splits(base, shape, num_ranks, own.gpus)
             for scoring in _scoring(base, scorers, num_ranks, split)
@@ -121,7 +122,7 @@ def _apart(
             for split, scoring in ways:
                 used = num_ranks + sum(scoring.values())
                 engines = _engines(cluster, own, used, parts, shape) if used <= own.num_gpus else ()
-                if not (count := sum(number for _, number in engines)):
+                if (count := sum(number for _, number in engines)) < least:
                     continue
                 for staleness in range(base.max_staleness + 1):
                     keys = {
@@ -156,7 +157,11 @@ def _together(
 ) -> Iterator[Candidate]:
     """Engines, ranks and their scorers on the same GPUs in turns. `own`: the nodes that have them."""
     num_ranks = own.num_gpus
+    if {num_ranks} != (_given_ranks(base) or {num_ranks}):
+        return
     for parts in SIZES:
+        if num_ranks // parts < len(base.trainer.own_models):
+            break
         if num_ranks % parts or not _can_split(shape, parts, own.gpus):
             continue
         engines = ((own.kind, num_ranks // parts),)
@@ -168,6 +173,11 @@ def _together(
                 **_placed(base, cluster, own.kind, engines, scorers),
             }  # fmt: skip
             yield Candidate(tuple(keys.items()), engines, own.kind, num_ranks)
+
+
+def _given_ranks(base: RunConfig) -> set[int]:
+    """The number of ranks where policies have ranks of their own; else empty, for any."""
+    return {base.trainer.num_ranks} if base.trainer.policy_ranks else set()
 
 
 def _placed(

@@ -462,14 +462,21 @@ class RunDurations:
 
     @cached_property
     def engine(self) -> EngineCosts:
+        """Costs of an engine of the policy, or of the largest of several."""
         rollout = self.memory.config.rollout
-        shape, kind, parts = self.memory.shapes["policy"], self.engines_kind, rollout.tensor_parallel_size
+        shape, kind, parts = self.memory.largest, self.engines_kind, rollout.tensor_parallel_size
         kernels = kernels_of(shape, kind, parts, rollout.precision)
         return EngineCosts(shape, kind, self.efficiencies, parts, rollout.precision, kernels)
 
     @cached_property
     def rank(self) -> RankCosts:
         return self._rank("policy", self.memory.config.trainer)
+
+    @cached_property
+    def _policies(self) -> dict[str, RankCosts]:
+        """Costs of a rank of each of several whole models."""
+        trainer = self.memory.config.trainer
+        return {name: self._rank(name, trainer.of_policy(name)) for name in trainer.own_models}
 
     def prefill_s(self, tokens: int) -> float:
         return self.engine.prefill_s(tokens)
@@ -478,8 +485,20 @@ class RunDurations:
         return self.engine.decode_s(num_sequences, context)
 
     def update_s(self, lengths: Sequence[Sequence[int]]) -> float:
-        update = max((self.rank.update_s(own) for own in lengths if own), default=0.0)
+        update = max((self._updates_s(own) for own in lengths if own), default=0.0)
         return self.memory.config.algorithm.epochs_per_batch * update + self._critic_s(lengths)
+
+    def _updates_s(self, lengths: Sequence[int]) -> float:
+        """Seconds of the update of the policy by a rank's share of the rows; of several whole models, each of which has
+        as many rows, one after the other, or each by ranks of its own."""
+        if not self._policies:
+            return self.rank.update_s(lengths)
+        num_ranks, every = self.memory.config.trainer.num_ranks, len(self._policies)
+        seconds = []
+        for first, rank in enumerate(self._policies.values()):
+            count = max(1, round(len(lengths) * num_ranks / rank.config.num_ranks / every))
+            seconds.append(rank.update_s([lengths[(first + every * row) % len(lengths)] for row in range(count)]))
+        return max(seconds) if self.memory.config.trainer.policy_ranks else sum(seconds)
 
     def stage_s(self, stage: str, num_rows: int, tokens: int) -> float:
         model = next((one.model for one in self.memory.flow.stages if one.name == stage and one.model), None)

@@ -132,12 +132,10 @@ def search_of(
     """The search. `cluster`: as `2x8:h100`; None: `nodes`, of the cluster that Ray knows. `lengths`: `MEAN` or
     `MEAN:SIGMA` tokens of a response. `flow`: a dataflow of the user's own. `turns`: of an attempt, as `turns_of` reads
     them. Raises `ConfigError`, `ResourceError`."""
-    flow = flow or resolve(config).flow
-    if len(flow.policies) > 1 and not config.trainer.lora.rank:
-        raise ConfigError(
-            f"trainer.lora.rank=0: {' and '.join(flow.policies)} are whole models, which no plan counts. Choose "
-            "placement and numbers of engines and ranks yourself (plan=never)."
-        )
+    if flow is None:
+        run = resolve(config)
+        flow = run.flow
+        config = replace(config, trainer=replace(config.trainer, policies=run.config.trainer.policies))
     if config.evaluation.num_workers:
         raise ConfigError(
             f"evaluation.num_workers={config.evaluation.num_workers}: a plan has no engines of evaluations' own. Leave "
@@ -157,6 +155,9 @@ def model_shapes(config: RunConfig, flow: Dataflow) -> dict[str, ModelShape]:
     found, model = shapes_of(config, flow), starting_model_config(config)
     if "policy" not in found and model.path is not None and (shape := known_shape(model.path)) is not None:
         found["policy"] = shape
+    for name in config.trainer.own_models:
+        if name not in found and (shape := known_shape(config.model.paths.get(name, ""))) is not None:
+            found[name] = shape
     if "policy" not in found:
         raise ConfigError(
             f"model.path={model.path}: its sizes are not on this machine, and it is none that is known by name. Give "

@@ -103,7 +103,7 @@ def _host(memory: RunMemory, num_engines: int, gpus: int, num_nodes: int) -> lis
         scorers[name] = min(config.trainer.of_scorer(name).num_ranks, free) if is_apart else ranks
         free -= is_apart * scorers[name]
     counts = {"trainer": ranks, "rollout": min(num_engines, free // config.rollout.tensor_parallel_size), "store": 1}
-    actors = [ActorPlan(role, role) for role, count in counts.items() for _ in range(count)]
+    actors = [ActorPlan(role, role, rank=rank) for role, count in counts.items() for rank in range(count)]
     actors += [ActorPlan(SCORER, "scorer", stage=stage) for stage, count in scorers.items() for _ in range(count)]
     return host_parts(memory, actors, num_nodes, is_own=False)
 

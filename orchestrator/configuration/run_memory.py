@@ -130,6 +130,11 @@ class RunMemory:
             name: self.shapes.get(name, self.shapes["policy"]) for name in self.config.trainer.own_models or (POLICY,)
         }
 
+    @property
+    def largest(self) -> ModelShape:
+        """The size of the largest of them."""
+        return max(self.policies.values(), key=lambda shape: shape.num_parameters)
+
     @cached_property
     def ranks(self) -> dict[str, RankMemory]:
         """Peak of one rank of each model: policy or policies, critic, and scorers by their actors' titles."""
@@ -174,8 +179,7 @@ class RunMemory:
         if not samples or not self.config.rollout.capabilities.is_estimated:
             return None
         gpu_bytes = (self.gpu_bytes or 0.0) if self.config.rollout.num_gpus_per_worker else 0.0
-        largest = max(self.policies.values(), key=lambda shape: shape.num_parameters)
-        return engine_memory(largest, self.config.rollout, gpu_bytes, self.config.rollout.gpu_share)
+        return engine_memory(self.largest, self.config.rollout, gpu_bytes, self.config.rollout.gpu_share)
 
     @property
     def rank_bytes(self) -> float:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.algorithms.catalogue import dataflow_of
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.losses import sft_loss
 from penstock.cli.main import main
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.orchestrator.cluster.placement.nodes import Node
@@ -15,10 +17,11 @@ from penstock.orchestrator.configuration import prerequisites
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.memory_view import required_host_bytes
 from penstock.orchestrator.configuration.prerequisites import check_packages
-from penstock.orchestrator.configuration.resolved import ResolvedRun
+from penstock.orchestrator.configuration.resolved import ResolvedRun, resolve
+from penstock.orchestrator.configuration.run_memory import RunMemory
 from penstock.orchestrator.configuration.validate import checks
 from penstock.planner.candidates import with_keys
-from penstock.planner.hardware import with_prices
+from penstock.planner.hardware import KINDS, with_prices
 from penstock.planner.lengths import Turns
 from penstock.planner.plan_inputs import (
     lengths_of,
@@ -31,6 +34,7 @@ from penstock.planner.plan_inputs import (
 )
 from penstock.planner.search import Plan, Search, changes_that_fit, cheapest, find_speedups, plan_of
 
+H100 = KINDS["h100"]
 WORDS = ("recipe=gsm8k", "model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.max_model_len=4608",
          "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=32")  # fmt: skip
 
@@ -333,3 +337,58 @@ def test_the_command_says_the_plan_why_others_lost_and_how_to_run_it(
     assert f"penstock run {' '.join(file.read_text().split())}" in said
     assert dataflow_of(load_config(file.read_text().split()))
     assert main(["plan", *WORDS, "--cluster", "2x8:h10"]) == 2
+
+
+MODELS = (
+    "environment.name=recipes/guess/game.py:Guess", "data.source=environment", "algorithm.name=grpo",
+    "model.path=Qwen/Qwen2.5-7B-Instruct", "model.paths.proposer=Qwen/Qwen2.5-0.5B", "rollout.num_workers=2",
+    "rollout.max_model_len=4608", "rollout.sampling.max_tokens=4096", "trainer.groups_per_step=32",
+)  # fmt: skip
+
+
+def planned(*words: str) -> Search:
+    flow = Dataflow().rollout("solver", samples_per_prompt=8).reward()
+    run = resolve(load_config([*MODELS, *words]), flow.train("solver", loss=sft_loss).train("proposer", loss=sft_loss))
+    return search_of(run.config, "1x8:h100", "1000", flow=run.flow, turns="1")
+
+
+def test_whole_models_are_updated_one_after_the_other_or_side_by_side() -> None:
+    search = planned()
+    best = plan_of(search)
+    assert best.config.rollout.num_workers >= 2
+    lengths = [[1000] * 64] * best.config.trainer.num_ranks
+    alone = search.durations(replace(best.memory, config=best.config), H100, H100)
+    halves = [[1000] * 32] * best.config.trainer.num_ranks
+    seconds = {
+        name: replace(alone, memory=one_policy(best.memory, name)).update_s(halves) for name in ("solver", "proposer")
+    }
+    assert alone.update_s(lengths) == pytest.approx(sum(seconds.values()))
+    assert seconds["solver"] > seconds["proposer"] > 0
+
+
+def test_ranks_of_its_own_train_a_policy_beside_the_others() -> None:
+    own = ("trainer.policies.solver.num_ranks=4", "trainer.policies.proposer.num_ranks=1", "trainer.num_ranks=5")
+    search = planned(*own)
+    plan_of(search).memory.check()
+    assert {plan.config.trainer.num_ranks for plan in search.plans} == {5}
+    assert {plan.config.placement for plan in search.plans} == {"disaggregated"}
+    memory = search.plans[0].memory
+    found = search.durations(memory, H100, H100)
+    rows = 5 * 8
+    solver, proposer = (one_policy(memory, name) for name in ("solver", "proposer"))
+    assert found.update_s([[1000] * 8] * 5) == pytest.approx(
+        max(
+            replace(found, memory=solver).update_s([[1000] * (rows // 2 // 4)]),
+            replace(found, memory=proposer).update_s([[1000] * (rows // 2)]),
+        )
+    )
+
+
+def one_policy(memory: RunMemory, name: str) -> RunMemory:
+    """The run of one of its policies alone."""
+    trainer = memory.config.trainer.of_policy(name)
+    return replace(
+        memory,
+        config=replace(memory.config, trainer=trainer),
+        shapes={**memory.shapes, "policy": memory.policies[name]},
+    )
