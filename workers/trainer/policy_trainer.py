@@ -30,6 +30,7 @@ from penstock.conf.trainer import VISION, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.models.routed_experts import KEY as REPLAY_KEY
 from penstock.workers.protocols import AdamParams, Loss, Publication, UpdateReport
+from penstock.workers.runtime.heap import Heap
 from penstock.workers.runtime.host_memory import HostBuffer
 from penstock.workers.trainer.engines.lora import (
     ADAPTER,
@@ -156,6 +157,7 @@ class PolicyTrainer:
         self.publisher = Publisher(self.ranks, self._published, engine_dtype)
         self.trainable = trainable
         self._has_gradients = False
+        self._heap = Heap()
         self._activations = HostBuffer(self.ranks.device)
         """The host memory of `trainer.activation_offload`."""
         self.before_weights_change: list[Callable[[], None]] = []
@@ -377,6 +379,7 @@ class PolicyTrainer:
             if not batch.is_dummy:
                 results |= zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True)
         self.engine.free()
+        self._heap.trim()
         found = self._of_block(results)
         return [found[position] for position in range(len(rows))]
 
@@ -633,6 +636,7 @@ class PolicyTrainer:
         with self._phase(f"update {self.num_updates + 1}, optimizer step"):
             norm = self.engine.optimizer_step(params)
         self._has_gradients = False
+        self._heap.trim()
         seconds["optimizer"] += clock(self.ranks.device) - started
         return norm
 
