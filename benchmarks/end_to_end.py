@@ -2,10 +2,10 @@
 
     make bench-env && python -m benchmarks.end_to_end --json end_to_end.json
 
-Same model (4 layers, hidden 256, fp32), prompts, reward, 8 prompts x 8 samples a step, and environment variables. Two
-workloads: *fixed* (64 new tokens) and *long-tailed* (at most 256; the model's own end-of-sequence token ends a
-response). Medians of samples/s over rounds, in brackets the lowest and the highest; ratios are of the same round, over
-the faster of TRL's two engines.
+Same model (4 layers, hidden 256, fp32), prompts, reward, 8 prompts x 8 samples a step, and environment variables. Three
+workloads: *fixed* (64 new tokens), *long-tailed* (at most 256; the model's own end-of-sequence token ends a response),
+and *large* (64 new tokens of a model of 100M parameters, whose matrix products decide). Medians of samples/s over
+rounds, in brackets the lowest and the highest; ratios are of the same round, over the faster of TRL's two engines.
 
     trl              TRL with transformers' generate
     trl_continuous   with transformers' continuous batching
@@ -29,11 +29,18 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.runtime.processes import SETTINGS
 
 NUM_PROMPTS = 512
-WORKLOADS = {"fixed": 64, "long_tailed": 256}
+WORKLOADS = {"fixed": 64, "long_tailed": 256, "large": 64}
 """Most new tokens, by workload."""
+MODELS = {
+    "small": FreshModelConfig(),
+    "large": FreshModelConfig(num_layers=16, hidden_size=768, intermediate_size=2048, num_heads=12, num_kv_heads=4),
+}
 SETTLE_STEPS = 3
 """Number of TRL's steps before each of its rounds, not measured: its first ones after a pause are slow. Penstock leaves
 out as many by itself."""
+LARGE_SETTLE_STEPS = 1
+"""The same where a step takes half a minute."""
+LARGE_SIDES = ("trl", "trl_continuous", "sync")
 TRL_ENGINES = {"trl": "generate", "trl_continuous": "continuous", "trl_vllm": "vllm"}
 BOUND = "trl_vllm"
 """A side that is no engine that trains: nothing is compared with it."""
@@ -51,7 +58,7 @@ engine on each core. An asynchronous run finds its numbers of threads by itself.
 SIDES = (*TRL_ENGINES, *STALENESS)
 ENVIRONMENT = SETTINGS
 """Environment variables of every side. Penstock's ranks and engines have them by themselves."""
-STEPS = {"fixed": 6, "long_tailed": 3}
+STEPS = {"fixed": 6, "long_tailed": 3, "large": 1}
 """Number of measured steps a round."""
 NUM_ROUNDS = 3
 TARGETS = {("fixed", "sync"): 1.1, ("fixed", "async"): 1.4, ("long_tailed", "sync"): 2.0, ("long_tailed", "async"): 3.5}
@@ -66,7 +73,8 @@ def write_prompts(file: Path) -> None:
 
 
 def start_sides(workload: str, work: Path, chosen: Sequence[str]) -> dict[str, Child]:
-    common = ["--model", str(work / "model"), "--prompts", str(work / "prompts.jsonl"), "--workload", workload]
+    model, kind = ("large", "fixed") if workload == "large" else ("small", workload)
+    common = ["--model", str(work / model), "--prompts", str(work / "prompts.jsonl"), "--workload", kind]
     common += ["--max-new-tokens", str(WORKLOADS[workload])]
     sides = {}
     for side in chosen:
@@ -84,18 +92,19 @@ def start_sides(workload: str, work: Path, chosen: Sequence[str]) -> dict[str, C
 
 
 def measure(workload: str, work: Path, chosen: Sequence[str], num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
-    sides = start_sides(workload, work, chosen)
+    sides = start_sides(workload, work, [side for side in chosen if workload != "large" or side in LARGE_SIDES])
+    settle = LARGE_SETTLE_STEPS if workload == "large" else SETTLE_STEPS
     rounds = []
     try:
         for child in sides.values():
             child.ready()
         for side, child in sides.items():  # one unmeasured round each: first rounds are slower
-            child.round(FIRST_STEPS.get(side, 2))
+            child.round(FIRST_STEPS.get(side, 2) if workload != "large" else 1, settle=settle)
         for number in range(num_rounds):
             for side, child in sides.items():
                 if side in TRL_ENGINES:
-                    child.round(SETTLE_STEPS)
-                answer = child.round(num_steps)
+                    child.round(settle)
+                answer = child.round(num_steps, settle=settle)
                 rounds.append({"workload": workload, "side": side, "round": number, **answer})
                 print(f"{workload} {side}: {answer['samples'] / answer['seconds']:.1f} samples/s", flush=True)
     finally:
@@ -164,7 +173,7 @@ def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
     ]
     found += [
         (f"{workload}, async: samples/s over sync's", LEAST_OF_SYNC, ratios_to("sync", rounds, workload, "async"))
-        for workload in WORKLOADS
+        for workload in ("fixed", "long_tailed")
     ]
     return [Target(name, statistics.median(values), "x", ">=", goal) for name, goal, values in found if values]
 
@@ -178,7 +187,8 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         work = Path(folder)
-        build_fresh_model(work / "model", FreshModelConfig(), seed=0)
+        for name, model in MODELS.items():
+            build_fresh_model(work / name, model, seed=0)
         write_prompts(work / "prompts.jsonl")
         for workload in workloads:
             rounds += measure(workload, work, arguments.sides or SIDES, num_rounds, STEPS[workload])

@@ -81,8 +81,8 @@ class Child:
     def ready(self) -> dict[str, Any]:
         return self._answer()
 
-    def round(self, num_steps: int) -> dict[str, Any]:
-        return self.ask({"steps": num_steps})
+    def round(self, num_steps: int, **more: int) -> dict[str, Any]:
+        return self.ask({"steps": num_steps, **more})
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a line and read a line back."""

@@ -77,7 +77,7 @@ class Gate:
         if request is None:
             raise EndOfBenchmark("no more rounds")
         self._measured = int(request["steps"])
-        self._left = self._measured + SETTLE_STEPS
+        self._left = self._measured + int(request.get("settle", SETTLE_STEPS))
         self._steps = []
 
     def close(self) -> None:
