@@ -31,7 +31,6 @@ import multiprocessing
 import os
 import re
 import select
-import statistics
 import sys
 import threading
 import time
@@ -59,7 +58,7 @@ from penstock.conf.errors import (
     WorkerDied,
     how_ended,
 )
-from penstock.conf.rollout import RolloutConfig, SpeculationConfig
+from penstock.conf.rollout import RolloutConfig
 from penstock.conf.secret import reveal
 from penstock.conf.weights import STREAMS
 from penstock.metering import table
@@ -83,14 +82,7 @@ from penstock.workers.protocols import (
 from penstock.workers.rollout.detokenizer import NO_TOKENIZER, Detokenizer
 from penstock.workers.rollout.kept_sequences import IMAGE, salted, single_samples, unread_requests
 from penstock.workers.rollout.prompt_scores import PromptScores, check_call, needs_prompt_scores, response_room
-from penstock.workers.rollout.speculation import (
-    NUM_TRIALS,
-    TRIAL_PROMPT,
-    TRIAL_STEPS,
-    DraftCounts,
-    break_even,
-    speculative_config,
-)
+from penstock.workers.rollout.speculation import DraftTrial, draft_arguments, without_drafts
 from penstock.workers.runtime.async_tasks import BusyClock, cancel_all
 from penstock.workers.runtime.processes import SETTINGS, compiled_folder
 from penstock.workers.weights.engine_calls import Delivery, Inbox, Info, StreamPart
@@ -117,7 +109,6 @@ CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 LORA_RANKS = ROLLOUT_ENGINES["vllm"].lora_ranks
 WORKER_CALLS = "penstock.workers.weights.vllm.backends.WorkerCalls"
-WORKER_WITH_DRAFTS = "penstock.workers.rollout.vllm_drafts.WorkerWithDrafts"
 WORKER_WITH_HEADS = "penstock.workers.rollout.vllm_heads.WorkerWithHeads"
 BACKENDS = {"shm": BACKEND, "ipc": IPC_BACKEND}
 """vLLM's names of weight-transfer backends, where they differ from `weights.transport`."""
@@ -150,9 +141,8 @@ class VllmEngine:
         self._broken: str | None = None
         """The reason why the engine is broken."""
         is_counted = meters is not None or spec.by_priority or spec.config.speculation.is_on
-        self._stats = VllmStats(meters or Meters()) if is_counted else None
-        self._least_accepted: float | None = None
-        """Share of drafted tokens that must be accepted for them to pay; None: none are drafted."""
+        self._drafts = DraftTrial()
+        self._stats = VllmStats(meters or Meters(), self._drafts) if is_counted else None
         self._pictures: PictureProcessor | None = None
         """Processor of the model's pictures; None for a model of text."""
         self._detokenizer = NO_TOKENIZER
@@ -184,25 +174,18 @@ class VllmEngine:
     async def start(self) -> None:
         """Start the engine process and warm it up; with drafts once without them before, to know what they cost. Raises
         `ResourceError` when it does not come up, `DeadlineExceeded`."""
-        drafting, speculation = self._spec, self._config.speculation
-        if speculation.is_on:
-            self._use(without_drafts(drafting))
-            await self._start()
-            plain_s = await self._step_seconds(speculation)
-            await self._end()
-            self._use(drafting)
-        await self._start()
-        if speculation.is_on:
-            self._least_accepted = break_even(plain_s, await self._step_seconds(speculation), speculation.num_tokens)
+        if self._config.speculation.is_on:
+            await self._drafts.run(self._spec, self._start, self._repeat)
+        else:
+            await self._start(self._spec)
 
-    async def _start(self) -> None:
+    async def _start(self, spec: EngineSpec) -> None:
+        """Start vLLM's processes, after the end of those that there are."""
+        await self._end()
+        self._spec, self._config, self._output = spec, spec.config, EngineOutput()
         compiles = "" if self._config.enforce_eager else f" + {COMPILE_KEY}"
         await self._in_time("start", self._create(), self._config.engine_start_s, START_KEY + compiles)
         await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, START_KEY)
-
-    def _use(self, spec: EngineSpec) -> None:
-        """Be what another specification says from the next start of the process on."""
-        self._spec, self._config, self._output = spec, spec.config, EngineOutput()
 
     async def generate(
         self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, pictures: PromptPictures | None = None
@@ -254,7 +237,7 @@ class VllmEngine:
         async with self._loading:
             self.phase_seconds = {}
             try:
-                if self._does_better_without_drafts() and await self._is_drained():
+                if self._drafts.are_slower() and await self._is_drained():
                     with self._breaking():  # its weights are those of `model_path`
                         await self._begin_again()
                         await self._load(delivery)
@@ -334,7 +317,7 @@ class VllmEngine:
         num_tokens, paused_s = self._num_tokens + now.num_tokens, self._paused.seconds()
         if self._stats is None:
             return SamplingProgress(num_tokens, now.num_in_flight, now.num_tokens, paused_s=paused_s)
-        waiting, drafts = min(self._stats.num_waiting, now.num_in_flight), self._stats.drafts
+        waiting, drafts = min(self._stats.num_waiting, now.num_in_flight), self._drafts.counts
         return SamplingProgress(
             num_tokens, now.num_in_flight, now.num_tokens, waiting, paused_s, self._stats.num_read_again,
             drafts.drafted, drafts.accepted,
@@ -412,30 +395,12 @@ class VllmEngine:
         prompt, lora = await self._prompt(prompt_ids, None), self._lora_request(self._spec.first_policy)
         await self._request(prompt, parameters, lora, 0)
 
-    async def _step_seconds(self, speculation: SpeculationConfig) -> float:
-        """Seconds of a decode step of as many sequences as drafts are made for, in the fastest of a few trials."""
-        own, max_len = self._config.speculation, self._config.max_model_len
-        prompt_ids = TRIAL_PROMPT[: max_len // 2]
-        length = min(TRIAL_STEPS * (1 + own.num_tokens * own.is_on), max_len - len(prompt_ids))
-        size = min(speculation.max_sequences, self._config.max_concurrent_samples)
-        parameters = sampling_params(size, Sampling(max_tokens=length, ignore_eos=True))
+    async def _repeat(self, prompt_ids: list[int], num_samples: int, num_tokens: int) -> None:
+        """Sample responses that repeat the prompt's first token."""
+        parameters = sampling_params(num_samples, Sampling(max_tokens=num_tokens, ignore_eos=True))
         parameters.allowed_token_ids = prompt_ids[:1]
-        trials = [await self._trial(prompt_ids, parameters) for _ in range(NUM_TRIALS)]
-        return min(trials)
-
-    async def _trial(self, prompt_ids: list[int], parameters: Any) -> float:
-        """Mean seconds of the decode steps of a request."""
-        stats = self._stats
-        assert stats is not None
-        stats.step_seconds = []
         call = self._sample_unasked(prompt_ids, parameters)
         await self._in_time("trial of drafts", call, self._config.start_timeout_s, START_KEY)
-        found, stats.step_seconds, stats.drafts = statistics.mean(stats.step_seconds), None, DraftCounts()
-        return found
-
-    def _does_better_without_drafts(self) -> bool:
-        least, stats = self._least_accepted, self._stats
-        return least is not None and stats is not None and stats.drafts.is_slower(least)
 
     async def _is_drained(self) -> bool:
         """Admit no request, and wait until those under way have ended: none is cut short or sampled anew. False where
@@ -448,18 +413,11 @@ class VllmEngine:
 
     async def _begin_again(self) -> None:
         """End vLLM's processes and start others, without drafts."""
-        drafts = self.sampled()
-        print(
-            f"rollout.speculation: {drafts.num_accepted:,} of {drafts.num_drafted:,} drafted tokens were accepted, and "
-            f"drafts pay from a share of {self._least_accepted:.2f}: the engine begins again without them",
-            flush=True,
-        )
-        self._least_accepted, num_tokens = None, self._num_tokens
+        print(f"rollout.speculation: {self._drafts.verdict()}: the engine begins again without them", flush=True)
+        num_tokens = self._num_tokens
         self._has_begun.clear()
         try:
-            await self._end()
-            self._use(without_drafts(self._spec))
-            await self._start()
+            await self._start(without_drafts(self._spec))
         except (ResourceError, ModelError) as error:
             raise WorkerDied(f"the vLLM engine cannot begin again without drafts: {error}") from None
         finally:
@@ -1005,23 +963,6 @@ def engine_arguments(spec: EngineSpec, family: Family | None = None) -> dict[str
     return arguments
 
 
-def draft_arguments(spec: EngineSpec, family: Family | None, max_num_seqs: int) -> dict[str, Any]:
-    """Further arguments of an engine with drafted tokens. Raises `ConfigError` for a vision model."""
-    speculation = spec.config.speculation
-    if family is not None:
-        raise ConfigError(
-            f"rollout.speculation.method={speculation.method}: vLLM cannot check drafts of a vision model, some "
-            "of whose tokens are never sampled. Set it to none."
-        )
-    found: dict[str, Any] = {"speculative_config": speculative_config(speculation, spec.draft_path, max_num_seqs)}
-    return found if spec.config.num_gpus_per_worker else found | {"worker_extension_cls": WORKER_WITH_DRAFTS}
-
-
-def without_drafts(spec: EngineSpec) -> EngineSpec:
-    """The same engine without drafted tokens."""
-    return replace(spec, config=replace(spec.config, speculation=SpeculationConfig()))
-
-
 def adapter_arguments(rank: int, num_loaded: int) -> dict[str, Any]:
     """Further arguments of an engine with room for adapters of up to this rank."""
     room = min(some for some in LORA_RANKS if some >= rank)
@@ -1104,17 +1045,13 @@ class VllmStats:
     """What vLLM knows of itself after each step: its queue, its KV cache, its prefix cache. A stat logger, with the
     methods of vLLM's `StatLoggerBase`: vLLM gathers statistics only where there is one."""
 
-    def __init__(self, meters: Meters) -> None:
+    def __init__(self, meters: Meters, drafts: DraftTrial) -> None:
         self.num_waiting = self.num_running = self.num_preempted = 0
         """Numbers of sequences after the last step, and of those preempted so far for want of memory."""
         self._usage = self._num_steps = 0.0
         self._num_excused = 0
         """Preemptions to come that new weights have caused: vLLM tells of one when its sequence goes on."""
-        self._meters = meters
-        self.drafts = DraftCounts()
-        self.step_seconds: list[float] | None = None
-        """Seconds of each decode step; None: they are not noted."""
-        self._noted = time.perf_counter()
+        self._meters, self._drafts = meters, drafts
         self.num_read_again = 0
         """Tokens of sequences that were preempted, by new weights or for want of room, and read again."""
         for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS):
@@ -1134,12 +1071,7 @@ class VllmStats:
         self.num_running, self._usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self._num_steps += iteration_stats.num_generation_tokens / max(1, self.num_running)
-        now, before = time.perf_counter(), self._noted
-        self._noted = now
-        if self.step_seconds is not None and iteration_stats is not None and not iteration_stats.num_prompt_tokens:
-            self.step_seconds.append(now - before)
-        if (drafts := scheduler_stats.spec_decoding_stats) is not None:
-            self.drafts.add(drafts.num_draft_tokens, drafts.num_accepted_tokens)
+        self._drafts.record(scheduler_stats.spec_decoding_stats, iteration_stats, time.perf_counter())
         self._count_preempted(iteration_stats.num_preempted_reqs if iteration_stats is not None else 0)
         prefixes = scheduler_stats.prefix_cache_stats
         self.num_read_again += prefixes.preempted_queries - prefixes.preempted_hits

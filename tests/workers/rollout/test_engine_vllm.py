@@ -44,6 +44,7 @@ from penstock.workers.rollout.engine_vllm import (
 )
 from penstock.workers.rollout.kept_sequences import single_samples
 from penstock.workers.rollout.prompt_scores import PromptScores
+from penstock.workers.rollout.speculation import DraftTrial
 from tests.metering.measured import measured
 from tests.publications import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
@@ -448,7 +449,7 @@ def test_what_vllm_says_of_a_step_is_noted() -> None:
     from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
     meters = Meters()
-    stats = VllmStats(meters)
+    stats = VllmStats(meters, DraftTrial())
     logger = stats.logger(None, 0)
     said = SchedulerStats(
         num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25,

@@ -51,7 +51,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def judged_by(monkeypatch: pytest.MonkeyPatch, least_share: float) -> None:
     """Let drafts pay from this share on, whatever decode steps take on this machine."""
-    monkeypatch.setattr("penstock.workers.rollout.engine_vllm.break_even", lambda *_: least_share)
+    monkeypatch.setattr("penstock.workers.rollout.speculation.break_even", lambda *_: least_share)
 
 
 def p_value(counts: np.ndarray) -> float:
