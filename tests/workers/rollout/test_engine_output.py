@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.rollout.engine_vllm import (
+from penstock.workers.rollout.engine_output import (
     MAX_LINE_CHARS,
     SHOWN_LINES,
     TAIL_BYTES,
