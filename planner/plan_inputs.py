@@ -114,7 +114,8 @@ USUAL_ADDED = 100
 """Default tokens that an environment adds before a further turn."""
 UNCOUNTED = (
     "trainer.engine", "trainer.compile", "trainer.liger", "trainer.activation_offload", "trainer.replay.share",
-    "trainer.packing", "trainer.share_prefixes", "rollout.router_replay", "rollout.max_pictures", "weights.transport",
+    "trainer.packing", "trainer.share_prefixes", "rollout.router_replay", "rollout.max_pictures",
+    "rollout.speculation.method", "weights.transport",
 )  # fmt: skip
 """Keys that change the seconds of a run, which the cost model leaves out."""
 COUNTED = ("kv_cache_dtype", "quantization")

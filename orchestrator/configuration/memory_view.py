@@ -17,6 +17,7 @@ from rich.table import Table
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.checks import AUTO
 from penstock.conf.errors import ResourceError
+from penstock.conf.rollout import DRAFT
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster.placement.actors import ActorPlan, needed
 from penstock.orchestrator.cluster.placement.assignment import Assignment, assign
@@ -59,6 +60,7 @@ def shapes_of(config: RunConfig, flow: Dataflow, *, may_fetch: bool = False) -> 
     if model.reference_path is not None:
         found["reference"] = _read(model.reference_path, may_fetch)
     names = {str(stage.model) for stage in flow.stages if stage.model is not None} | {*config.trainer.own_models}
+    names |= {config.rollout.speculation.method} & {DRAFT}
     found |= {name: _read(path, may_fetch) for name, path in model.paths.items() if name in names}
     return {name: shape for name, shape in found.items() if shape is not None}
 
@@ -225,6 +227,11 @@ class MemoryView:
         if engine and engine.cache > 0:
             tokens, longest = engine.cache_tokens, config.rollout.max_model_len
             told.append(f"An engine has keys and values of {tokens:,} tokens: {tokens // longest:,} longest sequences.")
+        if engine and config.rollout.speculation.method == DRAFT:
+            counted = "An engine's weights, keys and values are the draft model's, too."
+            told.append(
+                counted if DRAFT in self.memory.shapes else "The draft model is not counted: its sizes are unknown."
+            )
         record, longest = self.memory.shapes["policy"].record_bytes, config.rollout.max_model_len
         if config.rollout.router_replay and record:
             told.append(

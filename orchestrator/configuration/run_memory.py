@@ -38,7 +38,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.checks import AUTO
 from penstock.conf.errors import ResourceError
-from penstock.conf.rollout import RolloutConfig
+from penstock.conf.rollout import DRAFT, RolloutConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import DEFAULT_TOKENS, REMEMBERED_BYTES, TrainerConfig
 from penstock.conf.weights import STREAMS, choose_transport, replaces_members, scorers_share_gpus, shares_gpus
@@ -79,15 +79,21 @@ class EngineMemory:
         return max(0, int(self.cache // self.cache_token))
 
 
-def engine_memory(shape: ModelShape, config: RolloutConfig, gpu_bytes: float, share: float) -> EngineMemory:
+def engine_memory(
+    shape: ModelShape, config: RolloutConfig, gpu_bytes: float, share: float, draft: ModelShape | None = None
+) -> EngineMemory:
     """Parts of the share of a GPU that the engine takes. On a CPU, where `rollout.kv_cache_gib` says how large the
-    cache is, `gpu_bytes` is 0."""
+    cache is, `gpu_bytes` is 0. `draft`: the model that drafts tokens, which vLLM does not quantise. It has keys and
+    values of the same tokens, and its steps, between those of the model, are smaller."""
     parts, precision = config.tensor_parallel_size, config.precision
     routed = shape.num_layers * shape.routed_parameters
     linear = shape.num_layers * shape.layer_parameters - routed
     others = shape.num_parameters - linear - routed
     weights = (precision.linear * linear + precision.experts * routed + precision.computed * others) / parts
     cache_token = precision.cache * shape.cache_elements / min(parts, shape.kv_heads)
+    if draft is not None:
+        weights += precision.computed * draft.num_parameters / parts
+        cache_token += precision.cache * draft.cache_elements / min(parts, draft.kv_heads)
     step = _step(shape, config, precision.computed)
     if not gpu_bytes:
         return EngineMemory(weights, step, config.kv_cache_gib * 2**30, cache_token)
@@ -179,7 +185,8 @@ class RunMemory:
         if not samples or not self.config.rollout.capabilities.is_estimated:
             return None
         gpu_bytes = (self.gpu_bytes or 0.0) if self.config.rollout.num_gpus_per_worker else 0.0
-        return engine_memory(self.largest, self.config.rollout, gpu_bytes, self.config.rollout.gpu_share)
+        draft = self.shapes.get(DRAFT) if self.config.rollout.speculation.method == DRAFT else None
+        return engine_memory(self.largest, self.config.rollout, gpu_bytes, self.config.rollout.gpu_share, draft)
 
     @property
     def rank_bytes(self) -> float:

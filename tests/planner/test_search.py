@@ -307,10 +307,11 @@ def test_a_plan_of_several_turns_says_them(capsys: pytest.CaptureFixture[str]) -
 
 def test_keys_that_no_plan_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trainer.compile=true", "trainer.activation_offload=true", "+rollout.engine_options.quantization=online",
-             "+rollout.engine_options.kv_cache_dtype=fp8"]  # fmt: skip
+             "+rollout.engine_options.kv_cache_dtype=fp8", "rollout.speculation.method=ngram"]  # fmt: skip
     assert uncounted_keys(load_config([*WORDS])) == []
     assert uncounted_keys(load_config([*WORDS, "rollout.engine_options={quantization: fp8}"])) == []
-    told = ["trainer.compile=true", "trainer.activation_offload=true", "rollout.engine_options.quantization=online"]
+    told = ["trainer.compile=true", "trainer.activation_offload=true", "rollout.speculation.method=ngram",
+            "rollout.engine_options.quantization=online"]  # fmt: skip
     assert uncounted_keys(load_config([*WORDS, *words])) == told
     assert main(["plan", *WORDS, *words, "--cluster", "1x2:h100", "--lengths", "1000"]) == 0
     assert f"Not counted: {', '.join(told)}." in capsys.readouterr().out

@@ -82,6 +82,30 @@ def test_a_quantised_engine_has_room_for_more_keys_and_values() -> None:
     assert small.cache_tokens == pytest.approx(2 * (plain.cache + layers) / plain.cache_token, rel=1e-6)
 
 
+def test_a_draft_model_takes_weights_and_keys_and_values_of_the_same_tokens(
+    view: Callable[..., MemoryView], tmp_path: Path
+) -> None:
+    """Its weights and its two heads are split over two GPUs like those of the model."""
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(getattr(shapes, SMALL)))
+    parts = "rollout.tensor_parallel_size=2"
+    without, drafting, unknown = (
+        view(LARGE, parts, f"model.paths.draft={tmp_path / name}", f"rollout.speculation.method={method}")
+        for name, method in (("draft", "none"), ("draft", "draft"), ("missing", "draft"))
+    )
+    plain, engine = memory_of(without).engine, memory_of(drafting).engine
+    assert plain is not None
+    assert engine is not None
+    assert engine.weights - plain.weights == shape_of(SMALL).num_parameters
+    assert engine.cache_token - plain.cache_token == 2 * 24 * 128 * 2 / 2
+    assert memory_of(unknown).engine == plain
+    assert [shown.remarks()[2:] for shown in (without, drafting, unknown)] == [
+        [],
+        ["An engine's weights, keys and values are the draft model's, too."],
+        ["The draft model is not counted: its sizes are unknown."],
+    ]
+
+
 def test_host_memory_by_hand(view: Callable[..., MemoryView]) -> None:
     shown = view(LARGE, "trainer.num_ranks=8", "rollout.num_workers=8")
     parameters = shape_of(LARGE).num_parameters
