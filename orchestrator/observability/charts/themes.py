@@ -192,6 +192,11 @@ def _time(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
         "idle", "Idle share of the step", names.below("idle/"), percent=True, bottom=0, top=1,
         about="Who waits for the others. Engines idle: raise max_staleness. Ranks idle: more engines.",
     )  # fmt: skip
+    accepted = names.of({"rollout/speculation_acceptance": "accepted"})
+    yield Chart(
+        "speculation", "Drafted tokens that were accepted", accepted, percent=True, bottom=0, top=1,
+        about="Where too few are for drafts to pay, an engine begins again without them (rollout.speculation).",
+    )  # fmt: skip
     forward = {"ranks/forward_s_slowest": "slowest rank", "ranks/forward_s_others": "median of the others"}
     yield Chart("ranks", "Forward passes, by rank", names.of(forward), "s", bottom=0)
     padding = names.of({"actor/padding_share": "policy", "critic/padding_share": "critic"})

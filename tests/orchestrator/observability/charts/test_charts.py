@@ -13,10 +13,8 @@ KNOWN = [
     "store/ready/train", "environment/turns", "environment/attempts_failed", "faults/lost_s", "mine", "mine/too",
     "rollout/groups/Rollout-0", "reward/p10", "reward/p50", "reward/p90", "response_length/mean", "response_length/p10",
     "response_length/p90", "staleness/mean", "staleness/p90", "ranks/slowest", "ranks/forward_s_slowest",
-    "actor/padding_share",
+    "actor/padding_share", "rollout/speculation_acceptance",
 ]  # fmt: skip
-
-
 OF_POLICIES = [
     "solver/response_length/mean", "solver/reward/mean", "solver/padding_share", "solver/rows",
     "proposer/response_length/mean", "proposer/entropy", "proposer/heldout_reward/heldout",
@@ -33,6 +31,14 @@ def test_the_band_of_the_reward_is_its_range_where_no_more_is_known() -> None:
     assert [curve.label for curve in charts["store_ready"].curves] == ["train"]
     assert charts["staleness"].bound == 2
     assert "critic" not in charts
+
+
+def test_accepted_drafts_are_shares_of_a_chart_where_tokens_are_drafted() -> None:
+    charts = {chart.name: chart for chart in charts_of(KNOWN)}
+    found = charts["speculation"]
+    assert ([curve.key for curve in found.curves], found.theme) == (["rollout/speculation_acceptance"], "time")
+    assert (found.percent, found.bottom, found.top) == (True, 0, 1)
+    assert "speculation" not in {chart.name for chart in charts_of(["timing_s/step"])}
 
 
 def test_the_curves_of_several_policies_stand_in_the_charts_of_one() -> None:
