@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,40 @@ def speeds(rounds: Sequence[dict[str, Any]], workload: str, method: str) -> list
     return [statistics.median(one["tokens_per_s"] for one in chosen if one["round"] == number) for number in numbers]
 
 
+def ratios(rounds: Sequence[dict[str, Any]], workload: str, method: str) -> list[float]:
+    """Tokens a second of each round, by those without drafts."""
+    own, plain = speeds(rounds, workload, method), speeds(rounds, workload, "none")
+    return [fast / slow for fast, slow in zip(own, plain, strict=True)]
+
+
+def ways(rounds: Sequence[dict[str, Any]]) -> Iterable[tuple[str, str]]:
+    """Workloads and methods that were measured."""
+    return itertools.product(WORKLOADS, dict.fromkeys(one["method"] for one in rounds))
+
+
+def print_rounds(rounds: Sequence[dict[str, Any]]) -> None:
+    table = new_table(
+        "vLLM on this CPU", ["recipe=code", "drafts"], ["tokens/s", "by none", "drafted a token", "accepted"]
+    )
+    for workload, method in ways(rounds):
+        chosen = [one for one in rounds if (one["workload"], one["method"]) == (workload, method)]
+        shares = [one["accepted"] for one in chosen if one["accepted"] is not None]
+        drafted = statistics.mean(one["drafted"] for one in chosen)
+        accepted = f"{statistics.mean(shares):.2f}" if shares else "-"
+        speed, by_none = spread(speeds(rounds, workload, method)), spread(ratios(rounds, workload, method), 2)
+        table.add_row(workload, method, speed, by_none, f"{drafted:.2f}", accepted)
+    show(table, width=120)
+
+
+def targets_of(rounds: Sequence[dict[str, Any]]) -> list[Target]:
+    """Gains of drafts, but for those that this machine makes at most."""
+    return [
+        Target(f"{workload}, {method}", statistics.median(ratios(rounds, workload, method)), "x", ">=", WANTED)
+        for workload, method in ways(rounds)
+        if method != "none" and workload != "one token"
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
@@ -100,21 +134,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     rounds = asyncio.run(measure(arguments.model, arguments.draft, arguments.rounds, 4))
-    table = new_table(
-        "vLLM on this CPU", ["recipe=code", "drafts"], ["tokens/s", "by none", "drafted a token", "accepted"]
-    )
-    targets = []
-    for workload, method in itertools.product(WORKLOADS, dict.fromkeys(one["method"] for one in rounds)):
-        plain, own = speeds(rounds, workload, "none"), speeds(rounds, workload, method)
-        ratios = [fast / slow for fast, slow in zip(own, plain, strict=True)]
-        chosen = [one for one in rounds if (one["workload"], one["method"]) == (workload, method)]
-        shares = [one["accepted"] for one in chosen if one["accepted"] is not None]
-        drafted = statistics.mean(one["drafted"] for one in chosen)
-        accepted = f"{statistics.mean(shares):.2f}" if shares else "-"
-        table.add_row(workload, method, spread(own), spread(ratios, 2), f"{drafted:.2f}", accepted)
-        if method != "none" and workload != "one token":
-            targets.append(Target(f"{workload}, {method}", statistics.median(ratios), "x", ">=", WANTED))
-    show(table, width=120)
+    print_rounds(rounds)
+    targets = targets_of(rounds)
     print_targets(targets)
     write_json(arguments.json, "speculation", rounds, targets)
 
