@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from penstock.conf.algorithms import known_algorithms
 from penstock.conf.run import RunConfig
+from penstock.conf.trainer import PolicyConfig
 from penstock.orchestrator.run_directory.json_lines import json_of
 
 
@@ -16,6 +17,8 @@ def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
     found = config.get("algorithm")
     algorithm = found if isinstance(found, Mapping) else {}
     defaults = asdict(RunConfig()) | {"algorithm": _algorithm_defaults(str(algorithm.get("name")))}
+    policies = (config.get("trainer") or {}).get("policies") or {}
+    defaults["trainer"]["policies"] = dict.fromkeys(policies, asdict(PolicyConfig()))
     changed = _changed(config, defaults)
     if "name" in algorithm:
         changed["algorithm"] = {"name": algorithm["name"], **changed.get("algorithm", {})}
