@@ -28,6 +28,7 @@ pytestmark = pytest.mark.real
 ALL_RANKS = "Trainer-policies-0 to Trainer-policies-1"
 """Name by which ranks are started anew: where one dies, the others cannot go on without it."""
 GAME = Path(__file__).parent / "duel.py"
+POLICIES = ("solver", "proposer")
 STEPS, GROUPS, SIZE = 5, 4, 4
 KINDS = {
     "adapters": (
@@ -184,10 +185,18 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     return {name: one for file in directory.glob("*.safetensors") for name, one in load_file(file).items()}
 
 
-def test_ranks_of_a_policy_share_its_rows(tmp_path: Path, cluster: str, games: dict[str, Game]) -> None:
-    """One step from the same weights: two ranks of the solver and one of the proposer make what one rank of both
-    makes, but for rounding, and report each token."""
-    own = ["trainer.num_ranks=3", "trainer.policies.solver.num_ranks=2", "trainer.policies.proposer.num_ranks=1"]
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((2, 1), ()), ((2, 2), ("trainer.tensor_parallel_size=2",)), ((2, 2), ("trainer.sequence_parallel_size=auto",))],
+    ids=["rows", "layers", "tokens"],
+)
+def test_ranks_of_a_policy_share_its_rows(
+    tmp_path: Path, cluster: str, games: dict[str, Game], ranks: tuple[int, int], words: tuple[str, ...]
+) -> None:
+    """One step from the same weights: ranks of the solver and ranks of the proposer make what one rank of both makes,
+    but for rounding, and report each token."""
+    of_policies = [f"trainer.policies.{name}.num_ranks={count}" for name, count in zip(POLICIES, ranks, strict=True)]
+    own = [f"trainer.num_ranks={sum(ranks)}", *of_policies, *words]
     common = ["trainer.max_steps=1", "trainer.policies.proposer.every=1", "tracking.samples_every_steps=1"]
     one = run(games["models"].settings(tmp_path, "name=one", *common), both(SIZE), quiet=True)
     three = run(games["models"].settings(tmp_path, "name=three", *common, *own), both(SIZE), quiet=True)
