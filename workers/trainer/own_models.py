@@ -29,7 +29,7 @@ class LeadingTrainer(PolicyTrainer):
     """This rank's trainers by the policies' names, this one first."""
     all_policies: tuple[str, ...]
     """Names of the policies of all ranks."""
-    elsewhere: dict[str, list[Piece]]
+    absent: dict[str, list[Piece]]
     """Pieces without elements of the policies that other ranks train; empty where there are none."""
 
     @contextmanager
@@ -50,17 +50,17 @@ class LeadingTrainer(PolicyTrainer):
     def _published(self) -> Iterator[Piece]:
         """Pieces of all policies, on every rank in the same order."""
         for name in self.all_policies:
-            yield from self._named(name) if name in self.trainers else self.elsewhere[name]
+            yield from self._named(name) if name in self.trainers else self.absent[name]
 
     def _named(self, policy: str) -> Iterator[Piece]:
         for piece in self.trainers[policy].engine.pieces(stacked=True):
             yield replace(piece, name=f"{policy}/{piece.name}")
 
-    def meet_others(self) -> None:
-        """Learn what policies the other ranks train. Collective over all ranks."""
+    def exchange_shapes(self) -> None:
+        """Exchange names and shapes of what ranks publish, so that all have one layout. Collective over all ranks."""
         own = {name: [_without_elements(piece) for piece in self._named(name)] for name in self.trainers}
         every = {name: pieces for part in self.all_ranks.gather_ranks(own) for name, pieces in part.items()}
-        self.elsewhere = {name: pieces for name, pieces in every.items() if name not in own}
+        self.absent = {name: pieces for name, pieces in every.items() if name not in own}
         self.publisher = Publisher(self.all_ranks, self._published, self.engine_dtype)
 
     def close(self) -> None:
@@ -76,26 +76,26 @@ def open_leader(
 ) -> LeadingTrainer:
     """Load the models that this rank trains. Collective. `paths`: of the models, by policy. `join`: joins the ranks.
     `options`: of every `PolicyTrainer`. Raises `ModelError`, `ConfigError`."""
-    everybody = join()
+    all_ranks = join()
     trainers: dict[str, PolicyTrainer] = {}
     try:
-        for name in _policies_of(config, everybody.rank):
+        for name in _policies_of(config, all_ranks.rank):
             own = config.of_policy(name)
             members = config.policy_ranks.get(name)
-            ranks = replace(everybody, owned=False) if members is None else everybody.part(members, own)
+            ranks = replace(all_ranks, owned=False) if members is None else all_ranks.part(members, own)
             trainers[name] = (PolicyTrainer if trainers else LeadingTrainer)(own, paths[name], ranks, **options)
-            trainers[name].all_ranks = everybody
+            trainers[name].all_ranks = all_ranks
             trainers[name].check_scores()
             trainers[name].try_export()
         leader = next(iter(trainers.values()))
         assert isinstance(leader, LeadingTrainer)
-        leader.trainers, leader.all_policies, leader.elsewhere = trainers, config.own_models, {}
+        leader.trainers, leader.all_policies, leader.absent = trainers, config.own_models, {}
         if config.policy_ranks:
-            leader.meet_others()
+            leader.exchange_shapes()
     except BaseException:
         for trainer in trainers.values():
             PolicyTrainer.close(trainer)
-        everybody.leave()
+        all_ranks.leave()
         raise
     return leader
 
