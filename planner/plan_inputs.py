@@ -135,8 +135,8 @@ def search_of(
     them. Raises `ConfigError`, `ResourceError`."""
     if flow is None:
         run = resolve(config)
-        flow = run.flow
-        config = replace(config, trainer=replace(config.trainer, policies=run.config.trainer.policies))
+        named = replace(config, trainer=replace(config.trainer, policies=run.config.trainer.policies))
+        return search_of(named, cluster, lengths, nodes, run.flow, turns)
     if config.evaluation.num_workers:
         raise ConfigError(
             f"evaluation.num_workers={config.evaluation.num_workers}: a plan has no engines of evaluations' own. Leave "

@@ -17,8 +17,10 @@ def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
     found = config.get("algorithm")
     algorithm = found if isinstance(found, Mapping) else {}
     defaults = asdict(RunConfig()) | {"algorithm": _algorithm_defaults(str(algorithm.get("name")))}
-    policies = (config.get("trainer") or {}).get("policies") or {}
-    defaults["trainer"]["policies"] = dict.fromkeys(policies, asdict(PolicyConfig()))
+    trainer = config.get("trainer")
+    policies = trainer.get("policies") if isinstance(trainer, Mapping) else None
+    if isinstance(policies, Mapping):
+        defaults["trainer"]["policies"] = dict.fromkeys(policies, asdict(PolicyConfig()))
     changed = _changed(config, defaults)
     if "name" in algorithm:
         changed["algorithm"] = {"name": algorithm["name"], **changed.get("algorithm", {})}

@@ -11,6 +11,9 @@ from penstock.orchestrator.run_directory.run_directory import RunDirectory
 
 SCALE = Scale(num_engines=8, num_ranks=2, num_rewards=1, group_size=2, num_steps=4, speed=200.0, devices=4)
 
+HARMLESS = {"warning", "hint", "link", "link_not_measured"}
+"""Kinds of events of a fleet that lives, maybe on a busy machine."""
+
 
 def test_the_controller_trains_with_the_played_fleet(tmp_path: Path) -> None:
     async def run() -> Readings:
@@ -24,5 +27,5 @@ def test_the_controller_trains_with_the_played_fleet(tmp_path: Path) -> None:
     assert found["calls"]["step"] <= SCALE.num_ranks
     assert 20 < found["step_s"] < 400
     directory = RunDirectory.open(tmp_path / "run")
-    assert {event["kind"] for event in directory.read_events()} <= {"warning", "hint", "link"}, "nobody was lost"
+    assert {event["kind"] for event in directory.read_events()} <= HARMLESS, "somebody was lost"
     assert {line["rollout/num_engines"] for line in directory.read_metrics()} == {SCALE.num_engines}

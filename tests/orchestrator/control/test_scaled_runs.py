@@ -3,6 +3,7 @@ with one of each throughout, bit for bit."""
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Scaling(threading.Thread):
             self._after_step(1)
             self.answers.append(ask(str(self._directory), ["rollout=+2", "reward=2"]))
             self._after_step(self._last_step() + 2)
+            self._wait_until(self._all_have_sampled)
             self.answers.append(ask(str(self._directory), ["rollout=1", "reward=-1"], drain_s=30.0))
             ask(str(self._directory), ["rollout=-1"])
         except CannotScale as error:
@@ -53,9 +55,18 @@ class Scaling(threading.Thread):
             self._slow_while.unlink()
 
     def _after_step(self, step: int) -> None:
+        self._wait_until(lambda: self._last_step() >= step)
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 300
-        while self._last_step() < step and time.monotonic() < deadline:
+        while not holds() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _all_have_sampled(self) -> bool:
+        """Return whether each engine has sampled a group, or the run is about to end."""
+        last = RunDirectory.open(self._directory).read_metrics()[-1]
+        counts = [last.get(f"rollout/groups/Rollout-{number}", 0) for number in range(3)]
+        return min(counts) > 0 or last["step"] >= STEPS - 2
 
     def _last_step(self) -> int:
         metrics = self._directory / "metrics.jsonl"

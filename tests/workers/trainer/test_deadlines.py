@@ -103,7 +103,7 @@ def test_errors_that_are_no_collectives_stay_what_they_are() -> None:
 class LeftAlone:
     """The parts of a rank, of which every call finds the other rank gone."""
 
-    ranks = Ranks(0, 2, torch.device("cpu"), False, timedelta(seconds=60))
+    ranks = all_ranks = Ranks(0, 2, torch.device("cpu"), False, timedelta(seconds=60))
     store = "a store"
 
     def __getattr__(self, _: str) -> Any:
