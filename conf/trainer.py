@@ -79,9 +79,8 @@ class PolicyConfig:
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Keys of trainer.optimizer with other values for this policy, such as {lr: 3e-4}."""
     num_ranks: int = 0
-    """Ranks that train this policy alone, beside those of the others: of whole models, for each policy or for none, and
-    trainer.num_ranks is their sum. 0: all ranks train all policies, one after the other, so that none waits for another
-    policy's update."""
+    """Number of ranks that train only this policy, a whole model. Set it for every policy or for none; the sum must be
+    trainer.num_ranks. 0: all ranks train all policies, one after another, which keeps every rank busy."""
 
     def __post_init__(self) -> None:
         at_least("trainer.policies.<name>.every", self.every, 1)

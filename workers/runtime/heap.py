@@ -5,20 +5,19 @@ other sizes leave most of a piece free, and none of it goes: a rank on a CPU tha
 """
 
 import ctypes
-import os
 from collections.abc import Callable
+
+import psutil
 
 GROWTH_BYTES, GROWTH = 2**30, 1.5
 """What a process may grow by since its last trim before it trims again: these bytes, and to this multiple. What is
 given back costs page faults when it is used again."""
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes() -> int:
     """Memory of this process that it shares with no other."""
-    with open("/proc/self/statm") as file:
-        resident, shared = file.read().split()[1:3]
-    return (int(resident) - int(shared)) * PAGE_BYTES
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 class Heap:

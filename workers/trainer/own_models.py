@@ -22,8 +22,8 @@ from penstock.workers.weights.piece import Piece, hash_of_pieces
 
 
 class LeadingTrainer(PolicyTrainer):
-    """The trainer of a rank's first policy, with those of its others in `trainers`. What is not said above is of the
-    first one alone. Made by `open_leader`; `close` closes all."""
+    """The trainer of a rank's first policy; `trainers` has that of each policy. What is not said above is of the first
+    one alone. Made by `open_leader`; `close` closes all."""
 
     trainers: dict[str, PolicyTrainer]
     """This rank's trainers by the policies' names, this one first."""
