@@ -567,8 +567,8 @@ class CheckpointWriter:
 
     async def finish(self, *, strict: bool = False) -> None:
         """Wait for the checkpoint that is being written, and for scores. `strict`: raise what it failed with."""
-        writing, self._writing = self._writing, None
-        error = await writing if writing is not None else None
+        error = await self._writing if self._writing is not None else None
+        self._writing = None  # only now: `has` waits for it, too
         await asyncio.gather(*self._scoring)
         if strict and error is not None:
             raise error

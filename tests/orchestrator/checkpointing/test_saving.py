@@ -122,6 +122,29 @@ def test_a_missing_file_of_a_rank_costs_this_checkpoint_only(tmp_path):
     assert "that all nodes share" in message
 
 
+def test_a_checkpoint_that_the_next_one_waits_for_is_there_once_it_is_written(tmp_path):
+    writer, trainer, _, _ = saving(tmp_path)
+    may_end = asyncio.Event()
+
+    async def wait():
+        await may_end.wait()
+        return []
+
+    async def run():
+        trainer.answers["finish_saving"] = wait
+        await writer.begin(2, {})
+        beginning = asyncio.create_task(writer.begin(4, {}))
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(writer.has(2))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert await asked
+        await beginning
+        await writer.finish(strict=True)
+
+    asyncio.run(run())
+
+
 def test_a_score_that_comes_late_decides_which_checkpoint_stays(tmp_path):
     """Evaluation beside training: two steps are saved before the score of the first is known."""
     every_step = EvaluationConfig(every_steps=1)
