@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,6 @@ from penstock.workers.fresh_model import build_fresh_model
 from penstock.workers.runtime.processes import SETTINGS
 
 NUM_PROMPTS = 512
-WORKLOADS = {"fixed": 64, "long_tailed": 256, "large": 64}
-"""Most new tokens, by workload."""
-MODELS = {
-    "small": FreshModelConfig(),
-    "large": FreshModelConfig(num_layers=16, hidden_size=768, intermediate_size=2048, num_heads=12, num_kv_heads=4),
-}
-SETTLE_STEPS = 3
-"""Number of TRL's steps before each of its rounds, not measured: its first ones after a pause are slow. Penstock leaves
-out as many by itself."""
-LARGE_SETTLE_STEPS = 1
-"""The same where a step takes half a minute."""
-LARGE_SIDES = ("trl", "trl_continuous", "sync")
 TRL_ENGINES = {"trl": "generate", "trl_continuous": "continuous", "trl_vllm": "vllm"}
 BOUND = "trl_vllm"
 """A side that is no engine that trains: nothing is compared with it."""
@@ -58,10 +47,35 @@ engine on each core. An asynchronous run finds its numbers of threads by itself.
 SIDES = (*TRL_ENGINES, *STALENESS)
 ENVIRONMENT = SETTINGS
 """Environment variables of every side. Penstock's ranks and engines have them by themselves."""
-STEPS = {"fixed": 6, "long_tailed": 3, "large": 1}
-"""Number of measured steps a round."""
 NUM_ROUNDS = 3
-TARGETS = {("fixed", "sync"): 1.1, ("fixed", "async"): 1.4, ("long_tailed", "sync"): 2.0, ("long_tailed", "async"): 3.5}
+
+
+@dataclass(frozen=True)
+class Workload:
+    max_new_tokens: int
+    num_steps: int
+    """Number of measured steps a round."""
+    ends_at_eos: bool = False
+    """True if the model's own end-of-sequence token ends a response."""
+    model: FreshModelConfig = field(default_factory=FreshModelConfig)
+    sides: tuple[str, ...] = SIDES
+    settle_steps: int = 3
+    """Number of TRL's steps before each of its rounds, not measured: its first ones after a pause are slow. Penstock
+    leaves out as many by itself."""
+    most_first_steps: int = max(FIRST_STEPS.values())
+    """Limit of the steps of the unmeasured first round."""
+
+
+LARGE_MODEL = FreshModelConfig(num_layers=16, hidden_size=768, intermediate_size=2048, num_heads=12, num_kv_heads=4)
+WORKLOADS = {
+    "fixed": Workload(max_new_tokens=64, num_steps=6),
+    "long_tailed": Workload(max_new_tokens=256, num_steps=3, ends_at_eos=True),
+    "large": Workload(  # a step takes a minute
+        max_new_tokens=64, num_steps=1, model=LARGE_MODEL, sides=("trl", "trl_continuous", "sync"), settle_steps=1,
+        most_first_steps=1,
+    ),
+}  # fmt: skip
+TARGETS = {("fixed", "sync"): 1.3, ("fixed", "async"): 1.4, ("long_tailed", "sync"): 2.0, ("long_tailed", "async"): 3.5}
 LEAST_OF_SYNC = 0.97
 """Share of the synchronous run's samples/s that the asynchronous one must reach, in the same round."""
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
@@ -73,11 +87,13 @@ def write_prompts(file: Path) -> None:
 
 
 def start_sides(workload: str, work: Path, chosen: Sequence[str]) -> dict[str, Child]:
-    model, kind = ("large", "fixed") if workload == "large" else ("small", workload)
-    common = ["--model", str(work / model), "--prompts", str(work / "prompts.jsonl"), "--workload", kind]
-    common += ["--max-new-tokens", str(WORKLOADS[workload])]
+    """Start the sides of a workload, of those that are chosen. Its model lies in `work`, by its name."""
+    settings = WORKLOADS[workload]
+    common = ["--model", str(work / workload), "--prompts", str(work / "prompts.jsonl")]
+    common += ["--workload", "long_tailed" if settings.ends_at_eos else "fixed"]
+    common += ["--max-new-tokens", str(settings.max_new_tokens)]
     sides = {}
-    for side in chosen:
+    for side in [side for side in chosen if side in settings.sides]:
         log = work / f"{side}_{workload}.log"
         if side in TRL_ENGINES:
             peer, python, words = "trl_grpo", TRL_PYTHON, ["--engine", TRL_ENGINES[side]]
@@ -91,20 +107,19 @@ def start_sides(workload: str, work: Path, chosen: Sequence[str]) -> dict[str, C
     return sides
 
 
-def measure(workload: str, work: Path, chosen: Sequence[str], num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
-    sides = start_sides(workload, work, [side for side in chosen if workload != "large" or side in LARGE_SIDES])
-    settle = LARGE_SETTLE_STEPS if workload == "large" else SETTLE_STEPS
-    rounds = []
+def measure(workload: str, work: Path, chosen: Sequence[str], num_rounds: int) -> list[dict[str, Any]]:
+    sides, settings = start_sides(workload, work, chosen), WORKLOADS[workload]
+    settle, rounds = settings.settle_steps, []
     try:
         for child in sides.values():
             child.ready()
         for side, child in sides.items():  # one unmeasured round each: first rounds are slower
-            child.round(FIRST_STEPS.get(side, 2) if workload != "large" else 1, settle=settle)
+            child.round(min(FIRST_STEPS.get(side, 2), settings.most_first_steps), settle=settle)
         for number in range(num_rounds):
             for side, child in sides.items():
                 if side in TRL_ENGINES:
                     child.round(settle)
-                answer = child.round(num_steps, settle=settle)
+                answer = child.round(settings.num_steps, settle=settle)
                 rounds.append({"workload": workload, "side": side, "round": number, **answer})
                 print(f"{workload} {side}: {answer['samples'] / answer['seconds']:.1f} samples/s", flush=True)
     finally:
@@ -187,11 +202,10 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         work = Path(folder)
-        for name, model in MODELS.items():
-            build_fresh_model(work / name, model, seed=0)
         write_prompts(work / "prompts.jsonl")
         for workload in workloads:
-            rounds += measure(workload, work, arguments.sides or SIDES, num_rounds, STEPS[workload])
+            build_fresh_model(work / workload, WORKLOADS[workload].model, seed=0)
+            rounds += measure(workload, work, arguments.sides or SIDES, num_rounds)
     targets = targets_of(rounds)
     print_table(rounds, workloads)
     print_targets(targets)
