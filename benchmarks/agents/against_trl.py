@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agents import sums
-from benchmarks.end_to_end import ENVIRONMENT, PENSTOCK_SETTINGS, SETTLE_STEPS, STALENESS, TRL_PYTHON
+from benchmarks.end_to_end import ENVIRONMENT, PENSTOCK_SETTINGS, STALENESS, TRL_PYTHON, WORKLOADS
 from benchmarks.harness import Child, Target, new_table, show
 from benchmarks.learning import penstock
 
@@ -58,7 +58,7 @@ def rounds(
             for number in range(num_rounds):
                 for side, child in sides.items():
                     if side == "trl":
-                        child.round(SETTLE_STEPS)
+                        child.round(WORKLOADS["fixed"].settle_steps)
                     found.append(row(side, number, child.round(num_steps)))
                     print(f"trl {side}: {found[-1]['per_s']:.1f} samples/s", flush=True)
         finally:

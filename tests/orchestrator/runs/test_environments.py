@@ -38,7 +38,8 @@ def settings(model_path: str, directory: Path, *more: str) -> Any:
         [
             f"model.path={model_path}", f"environment.name={GAME}:Digits", "data.source=environment",
             "rollout.engine=hf", "rollout.num_workers=2", "rollout.sampling.max_tokens=12", "rollout.num_threads=1",
-            "trainer.num_threads=1", f"trainer.max_steps={STEPS}", "trainer.groups_per_step=4",
+            "trainer.num_threads=1", "trainer.share_prefixes=never",
+            f"trainer.max_steps={STEPS}", "trainer.groups_per_step=4",
             "algorithm.group_size=4", "trainer.optimizer.lr=1e-3", f"output_dir={directory}", "faults.pause_s=0.1",
             *more,
         ]

@@ -26,7 +26,7 @@ def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path
         [
             f"model.path={tmp_path}/model", f"data.path={tmp_path}/prompts.jsonl", "data.columns.answer=null",
             "rollout.engine=hf", "rollout.num_workers=2", "rollout.sampling.max_tokens=12", "rollout.num_threads=1",
-            "trainer.num_threads=1",
+            "trainer.num_threads=1", "trainer.share_prefixes=never",
             "reward.function=digits", "trainer.max_steps=5", "trainer.groups_per_step=4", "algorithm.group_size=4",
             "trainer.optimizer.lr=1e-3", "max_staleness=0", f"output_dir={tmp_path}/runs", "name=exact",
         ]

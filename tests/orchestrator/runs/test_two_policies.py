@@ -76,7 +76,8 @@ class Game:
             [
                 f"environment.name={GAME}:Duel", "data.source=environment", "rollout.engine=hf",
                 "rollout.num_workers=2", "rollout.sampling.max_tokens=12", "rollout.num_threads=1",
-                "trainer.num_threads=1", f"trainer.max_steps={STEPS}", f"trainer.groups_per_step={GROUPS}",
+                "trainer.num_threads=1", "trainer.share_prefixes=never",
+                f"trainer.max_steps={STEPS}", f"trainer.groups_per_step={GROUPS}",
                 f"algorithm.group_size={SIZE}", "trainer.policies.proposer.every=2", f"output_dir={directory}",
                 "faults.pause_s=0.1", *self.words, *more,
             ]

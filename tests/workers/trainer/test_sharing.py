@@ -228,7 +228,7 @@ def of_lengths(prompt: int, responses: list[int], groups: int) -> Rows:
 
 
 def test_auto_shares_where_enough_is_saved() -> None:
-    much, little, small = of_lengths(100, [50] * 4, 3), of_lengths(100, [2000] * 4, 3), of_lengths(20, [5] * 4, 3)
+    much, little, small = of_lengths(100, [50] * 4, 3), of_lengths(100, [2000] * 4, 3), of_lengths(9, [5] * 4, 3)
     for rows, shares in ((much, True), (little, False), (small, False)):
         trees, _, alone = find_trees(rows, np.arange(12), 10_000)
         assert sorted(np.concatenate([*trees, alone]).tolist()) == list(range(12))
