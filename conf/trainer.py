@@ -204,7 +204,7 @@ class TrainerConfig:
     """Train the rows of a group as a tree, in which their common beginnings are computed once: the prompt, and the
     turns of attempts. auto: where that saves at least 32 tokens of a group and 15% of them, for text models with full
     attention by sdpa, without trainer.compile and rollout.router_replay. always: every row, or an error that says why
-    not. never: each row alone. Whole groups then go to one rank. Changes results by rounding."""
+    not. never: each row alone. A group then stays on one rank where that is faster. Changes results by rounding."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Weights that are trained and their optimizer are float32 either way; those
     that LoRA leaves as they are have this dtype."""

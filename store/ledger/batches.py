@@ -4,6 +4,7 @@ data-parallel ranks, so that no rank waits long for another. Pure and determinis
 
 import heapq
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -28,9 +29,14 @@ class GroupLoad(NamedTuple):
     """Those of each row, the prompt's among them."""
 
     @property
-    def shared_cost(self) -> int:
-        """The cost of its rows where the prompt is computed once."""
-        of_prompt = row_cost(self.prompt)
+    def is_tree(self) -> bool:
+        """True if its rows are to be computed as a tree."""
+        return pays_to_share(sum(self.rows), (len(self.rows) - 1) * self.prompt)
+
+    @property
+    def cost(self) -> int:
+        """The cost of its rows. The prompt of a tree is computed once."""
+        of_prompt = row_cost(self.prompt) if self.is_tree else 0
         return of_prompt + sum(row_cost(tokens) - of_prompt for tokens in self.rows)
 
 
@@ -75,23 +81,39 @@ def spread(
 ) -> list[list[int]]:
     """Spread the rows of groups over parts, balanced by cost: positions of rows, counted through all groups, each part
     ascending. `whole_groups`: none is cut apart. `shares`: prompts are computed once a part, so that a group which is
-    worth it is not cut apart, unless there are fewer groups than parts."""
+    worth it is not cut apart, unless that makes the costliest part cheaper."""
+    ways = [_spread(groups, num_parts, [whole_groups] * len(groups), shares=shares)]
+    if shares and not whole_groups and num_parts > 1:
+        ways.insert(0, _spread(groups, num_parts, [group.is_tree for group in groups], shares=True))
+    return min(ways, key=lambda parts: largest_cost(groups, parts)) if len(ways) > 1 else ways[0]
+
+
+def _spread(groups: Sequence[GroupLoad], num_parts: int, is_whole: Sequence[bool], *, shares: bool) -> list[list[int]]:
     units: list[list[int]] = []
     costs: list[int] = []
-    shares = shares and len(groups) >= num_parts
     first = 0
-    for group in groups:
+    for group, whole in zip(groups, is_whole, strict=True):
         rows = list(range(first, first + len(group.rows)))
         first += len(rows)
-        is_tree = shares and pays_to_share(sum(group.rows), (len(rows) - 1) * group.prompt)
-        row_costs = [row_cost(tokens) for tokens in group.rows]
-        if is_tree or whole_groups:
+        if whole:
             units.append(rows)
-            costs.append(group.shared_cost if is_tree else sum(row_costs))
+            costs.append(group.cost if shares else sum(map(row_cost, group.rows)))
         else:
             units.extend([row] for row in rows)
-            costs.extend(row_costs)
+            costs.extend(map(row_cost, group.rows))
     return [[row for unit in part for row in units[unit]] for part in balance(costs, num_parts)]
+
+
+def largest_cost(groups: Sequence[GroupLoad], parts: Sequence[Sequence[int]]) -> int:
+    """The cost of the costliest part, in which prompts are computed once where that pays."""
+    owners = [number for number, group in enumerate(groups) for _ in group.rows]
+    lengths = [length for group in groups for length in group.rows]
+
+    def cost(part: Sequence[int]) -> int:
+        by_group = groupby(part, owners.__getitem__)
+        return sum(GroupLoad(groups[owner].prompt, [lengths[row] for row in rows]).cost for owner, rows in by_group)
+
+    return max(map(cost, parts))
 
 
 def balance(costs: Sequence[int], num_parts: int) -> list[list[int]]:

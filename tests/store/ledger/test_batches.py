@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.store.ledger.batches import GroupLoad, pays_to_share, row_cost, spread
+from penstock.store.ledger.batches import GroupLoad, largest_cost, pays_to_share, row_cost, spread
 
 LOADS = st.lists(
     st.builds(
@@ -24,21 +24,19 @@ def test_every_row_is_in_one_part(loads: list[GroupLoad], parts: int, whole: boo
 
 
 @given(LOADS, st.integers(1, 5))
-def test_groups_that_are_worth_a_tree_are_not_cut_apart(loads: list[GroupLoad], parts: int) -> None:
-    found = spread(loads, parts, shares=True)
-    if len(loads) < parts:
-        return
-    first = 0
-    for load in loads:
-        rows = set(range(first, first + len(load.rows)))
-        first += len(rows)
-        if pays_to_share(sum(load.rows), (len(rows) - 1) * load.prompt):
-            assert sum(bool(rows & set(part)) for part in found) == 1
+def test_the_costliest_part_costs_no_more_than_with_rows_spread_one_by_one(loads: list[GroupLoad], parts: int) -> None:
+    assert largest_cost(loads, spread(loads, parts, shares=True)) <= largest_cost(loads, spread(loads, parts))
+
+
+def test_groups_stay_whole_unless_the_costliest_part_is_cheaper_with_them_cut() -> None:
+    assert spread([GroupLoad(2000, [2010] * 8)] * 2, 2, shares=True) == [list(range(8)), list(range(8, 16))]
+    parts = spread([GroupLoad(20, [100] * 8)] * 3, 2, shares=True)
+    assert [len(part) for part in parts] == [12, 12]
 
 
 def test_a_tree_costs_its_prompt_once() -> None:
-    assert GroupLoad(4096, [4096, 4096]).shared_cost == row_cost(4096)
-    assert GroupLoad(0, [100, 300]).shared_cost == row_cost(100) + row_cost(300)
+    assert GroupLoad(4096, [4096, 4096]).cost == row_cost(4096)
+    assert GroupLoad(0, [100, 300]).cost == row_cost(100) + row_cost(300)
     # A group of a long prompt and short responses weighs as much as one and a half of the other rows.
     loads = [GroupLoad(2000, [2010] * 8), GroupLoad(2000, [2010] * 8), GroupLoad(0, [1500] * 4)]
     parts = spread(loads, 3, shares=True)
