@@ -169,6 +169,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
     for scenario, options in scenarios.items():
         if num_ranks == 1:
             options = {name: value for name, value in options.items() if name not in (*SPLITS, *OF_SEVERAL)}
+            options["share_prefixes"] = "never"
         budget = 8192 if num_ranks == 1 else 60
         config = TrainerConfig(
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
