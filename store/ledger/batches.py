@@ -82,10 +82,11 @@ def spread(
     """Spread the rows of groups over parts, balanced by cost: positions of rows, counted through all groups, each part
     ascending. `whole_groups`: none is cut apart. `shares`: prompts are computed once a part, so that a group which is
     worth it is not cut apart, unless that makes the costliest part cheaper."""
-    ways = [_spread(groups, num_parts, [whole_groups] * len(groups), shares=shares)]
-    if shares and not whole_groups and num_parts > 1:
-        ways.insert(0, _spread(groups, num_parts, [group.is_tree for group in groups], shares=True))
-    return min(ways, key=lambda parts: largest_cost(groups, parts)) if len(ways) > 1 else ways[0]
+    plain = _spread(groups, num_parts, [whole_groups] * len(groups), shares=shares)
+    if whole_groups or not shares or num_parts == 1:
+        return plain
+    trees = _spread(groups, num_parts, [group.is_tree for group in groups], shares=True)
+    return min(trees, plain, key=lambda parts: largest_cost(groups, parts))
 
 
 def _spread(groups: Sequence[GroupLoad], num_parts: int, is_whole: Sequence[bool], *, shares: bool) -> list[list[int]]:
